@@ -1,0 +1,19 @@
+"""Unbiased export of fp32 master weights to the bf16 served copy, for RL post-training.
+
+``FairCastOptimizer`` wraps any torch optimizer; ``Exporter`` casts masters that something else keeps.
+"""
+
+from .cast import cast_, parameter_key, start_accumulator_
+from .optimizer import FairCastOptimizer, unwrap
+from .stats import CastStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CastStats",
+    "FairCastOptimizer",
+    "cast_",
+    "parameter_key",
+    "start_accumulator_",
+    "unwrap",
+]

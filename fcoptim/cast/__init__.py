@@ -1,0 +1,16 @@
+"""Rounding rules from fp32 masters to bf16 served weights: one algebra, three back ends, the same bits."""
+
+from .bits import parameter_key
+from .entry import cast_, replay_, start_accumulator_
+from .rules import RULES, Rounding, Rule, get_rule
+
+__all__ = [
+    "RULES",
+    "Rounding",
+    "Rule",
+    "cast_",
+    "get_rule",
+    "parameter_key",
+    "replay_",
+    "start_accumulator_",
+]

@@ -1,0 +1,240 @@
+"""The rounding rules as one Triton kernel; ``gpu.py`` builds its table and launches it.
+
+One program casts one 2,048-element tile of one tensor, held as a (2, 1024) block: the two rows are the halves
+that share their hash words (see ``bits.py``), so a word is mixed once and feeds both rows of its column.
+
+The algebra on one 32-bit word, worked out before the code:
+
+- ``word + d`` with ``d < 2**16`` carries out of the lower half by itself. The upper half of the sum is the
+  served value; under error feedback the lower half is the new accumulator, ``(a + lo) mod 2**16``.
+- The largest finite number is the only one whose carry an unbiased rule drops: there, the upper half of
+  ``word`` is served instead of that of the sum. The accumulator takes the sum all the same.
+- A NaN is made quiet with a lower half of 0, and then nothing can carry into it or move its accumulator.
+
+Tiles are tiles of the whole parameter, so a shard may begin in the middle of one. 64-bit numbers (addresses,
+tile numbers) are scalars of the program; the path for contiguous tensors counts elements in 32 bits only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from . import bits, rules
+
+# A tensor's row in the table, by column. DIMS is where in the table its sizes and strides lie.
+SERVED, MASTER, ACCUMULATOR, NUMEL, START, FLAGS, DIMS, NDIM, KEY0, KEY1 = range(10)
+ROW = 10
+# FLAGS: served is float32; all of the job's tensors are contiguous; and their tiles begin at 16 bytes.
+WIDE, CONTIGUOUS, ALIGNED = 1, 2, 4
+
+_C = tl.constexpr
+_SERVED, _MASTER, _ACCUMULATOR, _NUMEL, _START = _C(SERVED), _C(MASTER), _C(ACCUMULATOR), _C(NUMEL), _C(START)
+_FLAGS, _DIMS, _NDIM, _KEY0, _KEY1, _ROW = _C(FLAGS), _C(DIMS), _C(NDIM), _C(KEY0), _C(KEY1), _C(ROW)
+_WIDE, _CONTIGUOUS, _ALIGNED = _C(WIDE), _C(CONTIGUOUS), _C(ALIGNED)
+_NEAREST, _HASHED, _ACCUMULATED = _C(rules.NEAREST), _C(rules.HASHED), _C(rules.ACCUMULATED)
+_TILE, _HALF, _HALF_LOG2, _PART = _C(bits.TILE), _C(bits.HALF), _C(bits.HALF.bit_length() - 1), _C(256)
+_MIX_A, _MIX_B, _GOLDEN = _C(bits.MIX32_A), _C(bits.MIX32_B), _C(bits.GOLDEN32)
+
+
+def _jit(function: Callable[..., Any]) -> Any:
+    """Apply ``triton.jit`` (untyped) with no specialisation on values, so that all variants are known."""
+    names = [name for name in ("table", "changed", "jobs") if name in function.__annotations__]
+    return triton.jit(do_not_specialize=names, do_not_specialize_on_alignment=names)(function)
+
+
+@_jit
+def _mix32(x: tl.tensor) -> tl.tensor:
+    x = (x ^ (x >> 16)) * _MIX_A
+    x = (x ^ (x >> 15)) * _MIX_B
+    return x ^ (x >> 16)
+
+
+@_jit
+def _dither(row: tl.tensor, tile: tl.tensor, lane: tl.tensor, half: tl.tensor) -> tl.tensor:
+    """Hash 16 bits for each element of a tile.
+
+    A tile's first word number is a multiple of 1,024, so its lanes are XORed in rather than added, and the
+    word number's high half is the same for the whole tile.
+    """
+    high = (tile >> (32 - _HALF_LOG2)).to(tl.uint32)
+    k0 = tl.load(row + _KEY0).to(tl.uint32) ^ _mix32(high)
+    k1 = tl.load(row + _KEY1).to(tl.uint32) + high * _GOLDEN
+    first = (tile << _HALF_LOG2).to(tl.uint32)
+    word = _mix32(_mix32((first ^ k0) ^ lane.to(tl.uint32)) + k1)
+    return (word >> (half * 16).to(tl.uint32)) & 0xFFFF
+
+
+@_jit
+def _pointer(address: tl.tensor, dtype: tl.constexpr, ALIGN: tl.constexpr) -> tl.tensor:
+    """Turn an address from the table into a pointer; the hint is what makes accesses 128 bits wide."""
+    pointer = address.to(tl.pointer_type(dtype))
+    if ALIGN:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@_jit
+def _write(pointer: tl.tensor, value: tl.tensor, mask: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
+    """Store a block; return how many of its elements changed, or 0 if nobody asked."""
+    moved = 0
+    if COUNT:
+        differs = tl.load(pointer, mask=mask) != value
+        if mask is not None:
+            differs = differs & mask
+        moved = tl.sum(differs.to(tl.int32))
+    tl.store(pointer, value, mask=mask)
+    return moved
+
+
+@_jit
+def _cast_block(
+    row: tl.tensor,
+    tile: tl.tensor,
+    lane: tl.tensor,
+    shift: tl.tensor,
+    at_served: tl.tensor,
+    at_master: tl.tensor,
+    at_accumulator: tl.tensor,
+    mask: tl.tensor,
+    CODE: tl.constexpr,
+    COUNT: tl.constexpr,
+    ALIGN: tl.constexpr,
+) -> tl.tensor:
+    """Cast the lanes ``lane`` of both halves of a tile.
+
+    Their elements lie ``shift + at_...`` elements behind the addresses in ``row``.
+    """
+    master = _pointer(tl.load(row + _MASTER) + shift * 4, tl.uint32, ALIGN) + at_master
+    word = tl.load(master, mask=mask)
+    # Quiet NaNs, with a lower half of 0.
+    word = tl.where((word & 0x7FFFFFFF) > 0x7F800000, (word | 0x00400000) & 0xFFFF0000, word)
+    if CODE == _NEAREST:
+        total = word + (((word >> 16) & 1) + 0x7FFF)
+        new = total
+    else:
+        if CODE == _HASHED:
+            d = _dither(row, tile, lane, tl.arange(0, 2)[:, None])
+        else:
+            accumulator = _pointer(tl.load(row + _ACCUMULATOR) + shift * 2, tl.uint16, ALIGN) + at_accumulator
+            d = tl.load(accumulator, mask=mask).to(tl.uint32)
+        total = word + d
+        # Saturate: the largest finite number swallows its carry.
+        new = tl.where((word & 0x7FFF0000) == 0x7F7F0000, word, total)
+    if (tl.load(row + _FLAGS) & _WIDE) != 0:
+        wide = _pointer(tl.load(row + _SERVED) + shift * 4, tl.uint32, ALIGN) + at_served
+        moved = _write(wide, new & 0xFFFF0000, mask, COUNT)
+    else:
+        narrow = _pointer(tl.load(row + _SERVED) + shift * 2, tl.uint16, ALIGN) + at_served
+        moved = _write(narrow, (new >> 16).to(tl.uint16), mask, COUNT)
+    if CODE == _ACCUMULATED:
+        tl.store(accumulator, (total & 0xFFFF).to(tl.uint16), mask=mask)
+    return moved
+
+
+@_jit
+def _offsets(dims: tl.tensor, ndim: tl.tensor, index: tl.tensor) -> Any:
+    """Turn logical element indices, unsigned of 32 or 64 bits, into the three tensors' memory offsets."""
+    at_served = tl.zeros(index.shape, tl.int64)
+    at_master = tl.zeros(index.shape, tl.int64)
+    at_accumulator = tl.zeros(index.shape, tl.int64)
+    for dim in range(ndim):  # innermost first
+        size = tl.load(dims + dim * 4).to(index.dtype)
+        rest = index // size
+        place = (index - rest * size).to(tl.int64)
+        at_served += place * tl.load(dims + dim * 4 + 1)
+        at_master += place * tl.load(dims + dim * 4 + 2)
+        at_accumulator += place * tl.load(dims + dim * 4 + 3)
+        index = rest
+    return at_served, at_master, at_accumulator
+
+
+@_jit
+def _cast_strided(
+    table: tl.tensor,
+    row: tl.tensor,
+    tile: tl.tensor,
+    first: tl.tensor,
+    lower: tl.tensor,
+    upper: tl.tensor,
+    CODE: tl.constexpr,
+    COUNT: tl.constexpr,
+) -> tl.tensor:
+    """Cast one tile of a job of any strides, in parts, as three 64-bit offsets per element fill the registers."""
+    dims = table + tl.load(row + _DIMS)
+    ndim = tl.load(row + _NDIM).to(tl.int32)
+    small = tl.load(row + _NUMEL) < (1 << 31)
+    moved = 0
+    for part in range(_HALF // _PART):
+        lane = part * _PART + tl.arange(0, _PART)[None, :]
+        offset = tl.arange(0, 2)[:, None] * _HALF + lane
+        mask = (offset >= lower) & (offset < upper)
+        index = tl.where(mask, first + offset, 0)
+        if small:
+            served, master, accumulator = _offsets(dims, ndim, index.to(tl.uint32))
+        else:
+            served, master, accumulator = _offsets(dims, ndim, index.to(tl.uint64))
+        moved += _cast_block(
+            row, tile, lane, first * 0, served, master, accumulator, mask, CODE, COUNT, False
+        )
+    return moved
+
+
+@_jit
+def _find_job(table: tl.tensor, jobs: tl.tensor, program: tl.tensor) -> tl.tensor:
+    """Find the last job whose first program is not after this one; empty jobs are never the last."""
+    low = 0
+    high = jobs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(table + middle) <= program:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@_jit
+def cast_tiles(
+    table: tl.tensor,
+    changed: tl.tensor,
+    jobs: tl.tensor,
+    CODE: tl.constexpr,
+    COUNT: tl.constexpr,
+    STRIDED: tl.constexpr,
+) -> None:
+    """Cast one tile of one job; the grid has one program for each tile.
+
+    Args:
+        table: int64; the number of each job's first program, then a row for each job, then sizes and strides.
+        changed: int64, one counter for each job, if ``COUNT``; else any pointer.
+        jobs: The number of jobs.
+        CODE: The rule's code.
+        COUNT: Whether changed elements are counted.
+        STRIDED: Whether any job is not contiguous. Without, the variant is leaner.
+    """
+    program = tl.program_id(0)
+    job = _find_job(table, jobs, program)
+    row = table + jobs + job * _ROW
+    start = tl.load(row + _START)
+    numel = tl.load(row + _NUMEL)
+    flags = tl.load(row + _FLAGS)
+    tile = start // _TILE + (program - tl.load(table + job))
+    first = tile * _TILE - start
+    # Of a tile at the edge of the job, the elements from `lower` up to `upper` are inside.
+    lower = tl.maximum(-first, 0).to(tl.int32)
+    upper = tl.minimum(numel - first, _TILE).to(tl.int32)
+    lane = tl.arange(0, _HALF)[None, :]
+    at = tl.arange(0, 2)[:, None] * _HALF + lane
+    if ((flags & _ALIGNED) != 0) & (upper - lower == _TILE):
+        moved = _cast_block(row, tile, lane, first, at, at, at, None, CODE, COUNT, True)
+    elif (not STRIDED) or (flags & _CONTIGUOUS) != 0:
+        mask = (at >= lower) & (at < upper)
+        moved = _cast_block(row, tile, lane, first, at, at, at, mask, CODE, COUNT, False)
+    else:
+        moved = _cast_strided(table, row, tile, first, lower, upper, CODE, COUNT)
+    if COUNT:
+        tl.atomic_add(changed + job, moved.to(tl.int64), sem="relaxed")

@@ -1,0 +1,85 @@
+"""What the last cast did, measured from masters and served weights as they stand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from .masters import Member
+
+_CHUNK = 1 << 20
+
+
+@dataclass
+class CastStats:
+    """Figures about served weights against their masters.
+
+    Attributes:
+        elements: Number of weights that have a master.
+        changed: Share of them whose served bits changed in the last step; NaN before the first.
+        error_mean: Mean of (served - master), in ulps of the served grid at each weight.
+        error_rms: Root mean square of the same.
+        saturated: Finite masters beyond the largest finite bf16, served as that number.
+        nonfinite: Masters that are infinite or NaN.
+        skipped_steps: Steps that ``on_nonfinite="skip"`` has skipped since construction.
+    """
+
+    elements: int
+    changed: float
+    error_mean: float
+    error_rms: float
+    saturated: int
+    nonfinite: int
+    skipped_steps: int
+
+
+@torch.no_grad()
+def measure(members: Iterable[Member], changed: torch.Tensor | None, skipped_steps: int) -> CastStats:
+    """Compare served weights with their masters, chunk by chunk.
+
+    Args:
+        members: All members; those kept in fp32 are passed over.
+        changed: How many served values the last cast changed, or None.
+        skipped_steps: Handed on.
+    """
+    elements = finite = saturated = bad = 0
+    total = squares = 0.0
+    for member in members:
+        if member.kept:
+            continue
+        elements += member.master.numel()
+        served, master = member.param.detach().reshape(-1), member.master.reshape(-1)
+        for first in range(0, master.numel(), _CHUNK):
+            figures = _chunk(served[first : first + _CHUNK], master[first : first + _CHUNK])
+            finite += figures[0]
+            total += figures[1]
+            squares += figures[2]
+            saturated += figures[3]
+            bad += figures[4]
+    share = math.nan if changed is None or not elements else int(changed) / elements
+    mean = total / finite if finite else math.nan
+    rms = math.sqrt(squares / finite) if finite else math.nan
+    return CastStats(elements, share, mean, rms, saturated, bad, skipped_steps)
+
+
+def _chunk(served: torch.Tensor, master: torch.Tensor) -> tuple[int, float, float, int, int]:
+    """Return (finite elements, sum and sum of squares of the error in ulps, saturated, non-finite)."""
+    finite = torch.isfinite(master)
+    magnitude = master.abs()
+    largest = torch.finfo(torch.bfloat16).max
+    saturated = finite & (magnitude > largest) & (served.float().abs() == largest)
+    # The grid's spacing at a master is 2**(exponent - 7); frexp's exponent is one above IEEE's, and all
+    # numbers below 2**-126 share the spacing 2**-133.
+    exponent = torch.frexp(magnitude.double()).exponent.clamp(min=-125) - 8
+    error = torch.ldexp(served.double() - master.double(), -exponent)
+    error = error[finite & torch.isfinite(served.float())]
+    return (
+        error.numel(),
+        float(error.sum()),
+        float(error.square().sum()),
+        int(saturated.sum()),
+        int((~finite).sum()),
+    )

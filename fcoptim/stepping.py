@@ -1,0 +1,116 @@
+"""One step: gradients to the masters, the wrapped optimizer's own step, and the cast of what moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import gradients
+from .link import Link
+from .masters import Member, cast_members
+
+Closure = Callable[[], Any]
+
+
+@dataclass
+class Outcome:
+    """What a step did.
+
+    Attributes:
+        loss: What the closure or the wrapped optimizer returned.
+        stepped: Whether anything was stepped at all.
+        nonfinite: Names of parameters for whose gradients the step was left out.
+        cast: The members that were cast.
+        changed: How many served values that changed, 0-d, or None.
+    """
+
+    loss: Any = None
+    stepped: bool = False
+    nonfinite: Sequence[str] = ()
+    cast: Sequence[Member] = ()
+    changed: torch.Tensor | None = None
+
+
+class _Abandoned(Exception):
+    """Raised inside a step that is to change nothing."""
+
+    def __init__(self, loss: Any, nonfinite: Sequence[str] = ()) -> None:
+        super().__init__("nothing to step")
+        self.loss = loss
+        self.nonfinite = nonfinite
+
+
+class _Evaluation:
+    """The user's closure as the wrapped optimizer calls it: on served weights that show its trial masters."""
+
+    def __init__(self, closure: Closure | None, members: Sequence[Member], check_finite: bool) -> None:
+        self.closure = closure
+        self.members = members
+        self.check_finite = check_finite
+        self.moving: dict[int, Member] = {}
+        self.evaluated = False
+
+    def __call__(self) -> Any:
+        loss = None
+        if self.closure is not None:
+            if self.evaluated:
+                cast_members(self.moving.values(), advance=True)
+            with torch.enable_grad():
+                loss = self.closure()
+        moving = gradients.hand_over(self.members)
+        if not self.evaluated:
+            self._admit(moving, loss)
+        self.evaluated = True
+        self.moving.update({id(member.param): member for member in moving})
+        return loss
+
+    def _admit(self, moving: Sequence[Member], loss: Any) -> None:
+        """Stop before anything has changed if there is no gradient, or one that must not be used."""
+        if not moving:
+            raise _Abandoned(loss)
+        names = gradients.nonfinite(moving) if self.check_finite else []
+        if names:
+            raise _Abandoned(loss, names)
+
+
+def run_step(link: Link, groups: Sequence[Sequence[Member]], closure: Closure | None, check_finite: bool) -> Outcome:
+    """Run one step of the wrapped optimizer on the masters and cast those that moved.
+
+    Args:
+        link: The wrapped optimizer, its options already exchanged.
+        groups: All members, group by group.
+        closure: Re-evaluates the loss on the served weights, or None.
+        check_finite: Whether to leave the step out if a gradient is infinite or NaN.
+
+    Returns:
+        What was done. Where ``stepped`` is False, nothing was changed.
+    """
+    members = [member for group in groups for member in group]
+    link.push(groups)
+    evaluation = _Evaluation(closure, members, check_finite)
+    try:
+        if closure is None:
+            evaluation()
+            loss = link.wrapped.step()
+        else:
+            loss = link.wrapped.step(evaluation)
+    except _Abandoned as stop:
+        return Outcome(loss=stop.loss, nonfinite=stop.nonfinite)
+    finally:
+        gradients.release(members)
+    link.pull(groups)
+    # Distributed checkpoint fills an optimizer's state by a step with every lr at 0: a cast would draw new
+    # bits although no master moved.
+    moved = [] if _every_lr_is_zero(link.wrapped) else list(evaluation.moving.values())
+    changed = cast_members(moved, advance=True, count_changes=True)
+    return Outcome(loss=loss, stepped=True, cast=moved, changed=changed)
+
+
+def _every_lr_is_zero(wrapped: torch.optim.Optimizer) -> bool:
+    """Tell without waiting for a device; a tensor elsewhere counts as not zero."""
+    rates = [group.get("lr") for group in wrapped.param_groups]
+    on_host = [rate for rate in rates if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"]
+    return len(on_host) == len(rates) and all(rate is not None and float(rate) == 0.0 for rate in rates)
