@@ -4,6 +4,7 @@
 """
 
 from .cast import cast_, parameter_key, start_accumulator_
+from .exporter import Exporter
 from .optimizer import FairCastOptimizer, unwrap
 from .stats import CastStats
 
@@ -11,6 +12,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CastStats",
+    "Exporter",
     "FairCastOptimizer",
     "cast_",
     "parameter_key",

@@ -291,8 +291,8 @@ class FairCastOptimizer(torch.optim.Optimizer):
             more = f" and {len(written) - 3} more" if len(written) > 3 else ""
             raise RuntimeError(
                 f"the served weights of {', '.join(map(repr, written[:3]))}{more} were written from outside since the "
-                "last cast, so the masters don't belong to them. Call opt.adopt_served_() to go on from the new weights "
-                "(masters := served), or opt.recast_() to drop them (served := cast of the masters)"
+                "last cast, so the masters don't belong to them. Call opt.adopt_served_() to go on from the new "
+                "weights (masters := served), or opt.recast_() to drop them (served := cast of the masters)"
             )
 
     @torch.no_grad()

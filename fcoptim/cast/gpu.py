@@ -6,6 +6,7 @@ the tensors lie, so it is laid out once per set of tensors; a step only fills in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -48,7 +49,7 @@ VARIANTS = tuple(
 
 
 class _Place(NamedTuple):
-    """Where a job's tensors lie; strides are those of served, master and accumulator."""
+    """Where a job's tensors lie; the strides are those of served, master and accumulator, None if contiguous."""
 
     served: int
     master: int
@@ -172,14 +173,14 @@ def _plan(places: tuple[_Place, ...]) -> _Plan:
     programs = 0
     dims_begin = len(places) * (1 + kernel.ROW)
     for place in places:
-        numel = int(np.prod(place.shape, dtype=object))
+        numel = math.prod(place.shape)
         if place.start + numel > 1 << 62:
             raise ValueError(f"a job must end below element 2**62; start is {place.start}, size {numel}")
-        layout = [] if place.strides is None else _coalesce(place.shape, place.strides)
+        layout = [(numel, 1, 1, 1)] if place.strides is None else _coalesce(place.shape, place.strides)
         row = [0] * kernel.ROW
         row[kernel.SERVED], row[kernel.MASTER], row[kernel.ACCUMULATOR] = place[:3]
         row[kernel.NUMEL], row[kernel.START] = numel, place.start
-        row[kernel.FLAGS] = _flags(place, layout)
+        row[kernel.FLAGS] = _flags(place)
         row[kernel.DIMS], row[kernel.NDIM] = dims_begin + len(dims), len(layout)
         first_programs.append(programs)
         rows += row
@@ -188,23 +189,19 @@ def _plan(places: tuple[_Place, ...]) -> _Plan:
         if numel > 0:
             programs += (place.start + numel - 1) // TILE - place.start // TILE + 1
     table = np.array(first_programs + rows + dims, dtype=np.int64)
-    strided = any(not row & kernel.CONTIGUOUS for row in rows[kernel.FLAGS :: kernel.ROW])
-    return _Plan(table, programs, strided)
+    return _Plan(table, programs, any(place.strides is not None for place in places))
 
 
-def _flags(place: _Place, layout: list[tuple[int, ...]]) -> int:
+def _flags(place: _Place) -> int:
     """Say what the kernel may rely on.
 
     Tiles begin at multiples of 2,048 of the whole parameter, hence 16-byte aligned exactly if its element 0
     would be, were it there.
     """
-    flags = kernel.WIDE if place.wide else 0
-    if all(dim[1:] == (1, 1, 1) for dim in layout) and len(layout) <= 1:
-        flags |= kernel.CONTIGUOUS
-        sizes = (4 if place.wide else 2, 4, 2)
-        if all((address - place.start * size) % 16 == 0 for address, size in zip(place[:3], sizes)):
-            flags |= kernel.ALIGNED
-    return flags
+    sizes = (4 if place.wide else 2, 4, 2)
+    begins = [address - place.start * size for address, size in zip(place[:3], sizes) if address]
+    aligned = place.strides is None and all(begin % 16 == 0 for begin in begins)
+    return (kernel.WIDE if place.wide else 0) | (kernel.ALIGNED if aligned else 0)
 
 
 def _coalesce(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:

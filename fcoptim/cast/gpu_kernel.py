@@ -28,13 +28,13 @@ from . import bits, rules
 # A tensor's row in the table, by column. DIMS is where in the table its sizes and strides lie.
 SERVED, MASTER, ACCUMULATOR, NUMEL, START, FLAGS, DIMS, NDIM, KEY0, KEY1 = range(10)
 ROW = 10
-# FLAGS: served is float32; all of the job's tensors are contiguous; and their tiles begin at 16 bytes.
-WIDE, CONTIGUOUS, ALIGNED = 1, 2, 4
+# FLAGS: served is float32; all of the job's tensors are contiguous, and their tiles begin at 16 bytes.
+WIDE, ALIGNED = 1, 2
 
 _C = tl.constexpr
 _SERVED, _MASTER, _ACCUMULATOR, _NUMEL, _START = _C(SERVED), _C(MASTER), _C(ACCUMULATOR), _C(NUMEL), _C(START)
 _FLAGS, _DIMS, _NDIM, _KEY0, _KEY1, _ROW = _C(FLAGS), _C(DIMS), _C(NDIM), _C(KEY0), _C(KEY1), _C(ROW)
-_WIDE, _CONTIGUOUS, _ALIGNED = _C(WIDE), _C(CONTIGUOUS), _C(ALIGNED)
+_WIDE, _ALIGNED = _C(WIDE), _C(ALIGNED)
 _NEAREST, _HASHED, _ACCUMULATED = _C(rules.NEAREST), _C(rules.HASHED), _C(rules.ACCUMULATED)
 _TILE, _HALF, _HALF_LOG2, _PART = _C(bits.TILE), _C(bits.HALF), _C(bits.HALF.bit_length() - 1), _C(256)
 _MIX_A, _MIX_B, _GOLDEN = _C(bits.MIX32_A), _C(bits.MIX32_B), _C(bits.GOLDEN32)
@@ -136,50 +136,58 @@ def _cast_block(
 
 
 @_jit
-def _offsets(dims: tl.tensor, ndim: tl.tensor, index: tl.tensor) -> Any:
-    """Turn logical element indices, unsigned of 32 or 64 bits, into the three tensors' memory offsets."""
-    at_served = tl.zeros(index.shape, tl.int64)
-    at_master = tl.zeros(index.shape, tl.int64)
-    at_accumulator = tl.zeros(index.shape, tl.int64)
+def _walk(dims: tl.tensor, ndim: tl.tensor, index: tl.tensor) -> Any:
+    """Turn logical element indices, unsigned, into the memory offsets of the three tensors."""
+    served = tl.zeros(index.shape, tl.int64)
+    master = tl.zeros(index.shape, tl.int64)
+    accumulator = tl.zeros(index.shape, tl.int64)
     for dim in range(ndim):  # innermost first
         size = tl.load(dims + dim * 4).to(index.dtype)
         rest = index // size
         place = (index - rest * size).to(tl.int64)
-        at_served += place * tl.load(dims + dim * 4 + 1)
-        at_master += place * tl.load(dims + dim * 4 + 2)
-        at_accumulator += place * tl.load(dims + dim * 4 + 3)
+        served += place * tl.load(dims + dim * 4 + 1)
+        master += place * tl.load(dims + dim * 4 + 2)
+        accumulator += place * tl.load(dims + dim * 4 + 3)
         index = rest
-    return at_served, at_master, at_accumulator
+    return served, master, accumulator
 
 
 @_jit
-def _cast_strided(
+def _offsets(table: tl.tensor, row: tl.tensor, index: tl.tensor) -> Any:
+    """Call ``_walk`` with indices of 32 bits where those do; dividing by 64 bits is several times slower."""
+    dims = table + tl.load(row + _DIMS)
+    ndim = tl.load(row + _NDIM).to(tl.int32)
+    if tl.load(row + _NUMEL) < (1 << 31):
+        served, master, accumulator = _walk(dims, ndim, index.to(tl.uint32))
+    else:
+        served, master, accumulator = _walk(dims, ndim, index.to(tl.uint64))
+    return served, master, accumulator
+
+
+@_jit
+def _cast_edge(
     table: tl.tensor,
     row: tl.tensor,
     tile: tl.tensor,
     first: tl.tensor,
-    lower: tl.tensor,
-    upper: tl.tensor,
     CODE: tl.constexpr,
     COUNT: tl.constexpr,
+    STRIDED: tl.constexpr,
 ) -> tl.tensor:
-    """Cast one tile of a job of any strides, in parts, as three 64-bit offsets per element fill the registers."""
-    dims = table + tl.load(row + _DIMS)
-    ndim = tl.load(row + _NDIM).to(tl.int32)
-    small = tl.load(row + _NUMEL) < (1 << 31)
+    """Cast a tile that is cut off, misaligned or strided; in parts, as masks and offsets take up registers."""
+    # Elements `lower` up to `upper` of the tile are inside the job.
+    lower = tl.maximum(-first, 0).to(tl.int32)
+    upper = tl.minimum(tl.load(row + _NUMEL) - first, _TILE).to(tl.int32)
     moved = 0
     for part in range(_HALF // _PART):
         lane = part * _PART + tl.arange(0, _PART)[None, :]
-        offset = tl.arange(0, 2)[:, None] * _HALF + lane
-        mask = (offset >= lower) & (offset < upper)
-        index = tl.where(mask, first + offset, 0)
-        if small:
-            served, master, accumulator = _offsets(dims, ndim, index.to(tl.uint32))
+        at = tl.arange(0, 2)[:, None] * _HALF + lane
+        mask = (at >= lower) & (at < upper)
+        if STRIDED:
+            served, master, accumulator = _offsets(table, row, tl.where(mask, first + at, 0))
+            moved += _cast_block(row, tile, lane, 0, served, master, accumulator, mask, CODE, COUNT, False)
         else:
-            served, master, accumulator = _offsets(dims, ndim, index.to(tl.uint64))
-        moved += _cast_block(
-            row, tile, lane, first * 0, served, master, accumulator, mask, CODE, COUNT, False
-        )
+            moved += _cast_block(row, tile, lane, first, at, at, at, mask, CODE, COUNT, False)
     return moved
 
 
@@ -220,21 +228,14 @@ def cast_tiles(
     job = _find_job(table, jobs, program)
     row = table + jobs + job * _ROW
     start = tl.load(row + _START)
-    numel = tl.load(row + _NUMEL)
-    flags = tl.load(row + _FLAGS)
     tile = start // _TILE + (program - tl.load(table + job))
     first = tile * _TILE - start
-    # Of a tile at the edge of the job, the elements from `lower` up to `upper` are inside.
-    lower = tl.maximum(-first, 0).to(tl.int32)
-    upper = tl.minimum(numel - first, _TILE).to(tl.int32)
-    lane = tl.arange(0, _HALF)[None, :]
-    at = tl.arange(0, 2)[:, None] * _HALF + lane
-    if ((flags & _ALIGNED) != 0) & (upper - lower == _TILE):
+    whole = (first >= 0) & (first + _TILE <= tl.load(row + _NUMEL))
+    if whole & ((tl.load(row + _FLAGS) & _ALIGNED) != 0):
+        lane = tl.arange(0, _HALF)[None, :]
+        at = tl.arange(0, 2)[:, None] * _HALF + lane
         moved = _cast_block(row, tile, lane, first, at, at, at, None, CODE, COUNT, True)
-    elif (not STRIDED) or (flags & _CONTIGUOUS) != 0:
-        mask = (at >= lower) & (at < upper)
-        moved = _cast_block(row, tile, lane, first, at, at, at, mask, CODE, COUNT, False)
     else:
-        moved = _cast_strided(table, row, tile, first, lower, upper, CODE, COUNT)
+        moved = _cast_edge(table, row, tile, first, CODE, COUNT, STRIDED)
     if COUNT:
         tl.atomic_add(changed + job, moved.to(tl.int64), sem="relaxed")
