@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
@@ -106,12 +107,21 @@ def kept_names(
 
 
 def refuse_modules(model: nn.Module) -> None:
-    """Refuse models whose fp32 buffers are multiplied with their weights.
+    """Refuse models that break when their fp32 parameters become bf16.
 
     Raises:
-        ValueError: The model uses spectral norm.
+        ValueError: The model uses spectral norm, or is under DDP already, whose buckets were made for fp32
+            gradients and would no longer reduce them.
     """
     for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel) and any(
+            param.dtype is torch.float32 for param in module.parameters() if param.requires_grad
+        ):
+            raise ValueError(
+                "the model is under DistributedDataParallel already, with fp32 parameters; construct "
+                "FairCastOptimizer first and DistributedDataParallel on its served_model then, or pass "
+                "storage='float32'"
+            )
         hooks = module._forward_pre_hooks.values()
         if isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks):
             raise ValueError(

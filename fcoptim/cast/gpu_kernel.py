@@ -36,7 +36,7 @@ _SERVED, _MASTER, _ACCUMULATOR, _NUMEL, _START = _C(SERVED), _C(MASTER), _C(ACCU
 _FLAGS, _DIMS, _NDIM, _KEY0, _KEY1, _ROW = _C(FLAGS), _C(DIMS), _C(NDIM), _C(KEY0), _C(KEY1), _C(ROW)
 _WIDE, _ALIGNED = _C(WIDE), _C(ALIGNED)
 _NEAREST, _HASHED, _ACCUMULATED = _C(rules.NEAREST), _C(rules.HASHED), _C(rules.ACCUMULATED)
-_TILE, _HALF, _HALF_LOG2, _PART = _C(bits.TILE), _C(bits.HALF), _C(bits.HALF.bit_length() - 1), _C(256)
+_TILE, _HALF, _HALF_LOG2 = _C(bits.TILE), _C(bits.HALF), _C(bits.HALF.bit_length() - 1)
 _MIX_A, _MIX_B, _GOLDEN = _C(bits.MIX32_A), _C(bits.MIX32_B), _C(bits.GOLDEN32)
 
 
@@ -110,8 +110,9 @@ def _cast_block(
     """
     master = _pointer(tl.load(row + _MASTER) + shift * 4, tl.uint32, ALIGN) + at_master
     word = tl.load(master, mask=mask)
-    # Quiet NaNs, with a lower half of 0.
-    word = tl.where((word & 0x7FFFFFFF) > 0x7F800000, (word | 0x00400000) & 0xFFFF0000, word)
+    # Magnitudes are compared doubled: shifting the sign out runs beside the logic units that limit the hash.
+    doubled = word << 1
+    word = tl.where(doubled > 2 * 0x7F800000, (word | 0x00400000) & 0xFFFF0000, word)
     if CODE == _NEAREST:
         total = word + (((word >> 16) & 1) + 0x7FFF)
         new = total
@@ -122,8 +123,8 @@ def _cast_block(
             accumulator = _pointer(tl.load(row + _ACCUMULATOR) + shift * 2, tl.uint16, ALIGN) + at_accumulator
             d = tl.load(accumulator, mask=mask).to(tl.uint32)
         total = word + d
-        # Saturate: the largest finite number swallows its carry.
-        new = tl.where((word & 0x7FFF0000) == 0x7F7F0000, word, total)
+        # The largest finite number swallows its carry; infinities and NaNs, beyond it, never have one.
+        new = tl.where(doubled >= 2 * 0x7F7F0000, word, total)
     if (tl.load(row + _FLAGS) & _WIDE) != 0:
         wide = _pointer(tl.load(row + _SERVED) + shift * 4, tl.uint32, ALIGN) + at_served
         moved = _write(wide, new & 0xFFFF0000, mask, COUNT)
@@ -179,8 +180,9 @@ def _cast_edge(
     lower = tl.maximum(-first, 0).to(tl.int32)
     upper = tl.minimum(tl.load(row + _NUMEL) - first, _TILE).to(tl.int32)
     moved = 0
-    for part in range(_HALF // _PART):
-        lane = part * _PART + tl.arange(0, _PART)[None, :]
+    PART: tl.constexpr = _HALF // 8 if STRIDED else _HALF // 4
+    for part in range(_HALF // PART):
+        lane = part * PART + tl.arange(0, PART)[None, :]
         at = tl.arange(0, 2)[:, None] * _HALF + lane
         mask = (at >= lower) & (at < upper)
         if STRIDED:
