@@ -130,6 +130,12 @@ class Link:
             inner.update(_options(group))
         self.remember()
 
+    def impose_options(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Make the wrapped optimizer's options ours, whatever was written into them."""
+        for group, inner in zip(groups, self.wrapped.param_groups):
+            inner.update(_options(group))
+        self.remember()
+
     def return_options(self, groups: Sequence[dict[str, Any]]) -> None:
         """Copy back what a step wrote into the wrapped optimizer's options."""
         for group, inner in zip(groups, self.wrapped.param_groups):

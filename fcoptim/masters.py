@@ -115,21 +115,24 @@ def new_accumulator(master: torch.Tensor, key: int) -> torch.Tensor:
 def serve(members: Iterable[Member], storage: torch.dtype) -> None:
     """Give parameters the storage dtype and the first cast (count 0) of their masters.
 
-    The Parameter object stays the same; a gradient it already has is kept, in fp32.
+    The Parameter object stays the same; a gradient it already has is kept, in fp32. A bfloat16 parameter that is
+    to be kept in fp32 is widened.
 
     Args:
-        members: Freshly made members; those kept in fp32 are left alone.
+        members: Freshly made members.
         storage: bfloat16 or float32.
     """
-    members = [m for m in members if not m.kept]
+    members = list(members)
     for member in members:
         param = member.param
+        narrow = param.dtype is torch.bfloat16
+        dtype = storage if not member.kept else torch.float32 if narrow else param.dtype
         grad, param.grad = param.grad, None
-        if param.dtype is not storage:
-            param.data = torch.empty_like(param, dtype=storage)
+        if param.dtype is not dtype:
+            param.data = param.data.to(dtype)
         if grad is not None:
             widen_gradients(param)
-            param.grad = grad
+            param.grad = grad.float() if narrow else grad
     cast_members(members, advance=False)
 
 
@@ -235,6 +238,10 @@ def _widen_hook(param: torch.Tensor) -> None:
         param.grad = param.grad.float()
 
 
+def _has_fp32_statistics(module: nn.modules.batchnorm._NormBase) -> bool:
+    return module.running_mean is not None and module.running_mean.dtype is torch.float32
+
+
 def statistics_modules(model: nn.Module) -> Iterable[str]:
     """Names of parameters that share a kernel with fp32 running statistics and so must stay fp32 themselves.
 
@@ -242,6 +249,6 @@ def statistics_modules(model: nn.Module) -> Iterable[str]:
     but not bf16 weights with fp32 statistics.
     """
     for prefix, module in model.named_modules():
-        if isinstance(module, (nn.modules.batchnorm._NormBase)) and module.track_running_stats:
+        if isinstance(module, nn.modules.batchnorm._NormBase) and _has_fp32_statistics(module):
             for name, _ in module.named_parameters(recurse=False):
                 yield f"{prefix}.{name}" if prefix else name

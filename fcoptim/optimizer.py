@@ -116,8 +116,8 @@ class FairCastOptimizer(torch.optim.Optimizer):
             raise ValueError(f"lag must be None: explicit lags are not part of this version; got {lag!r}")
         module = model if isinstance(model, nn.Module) else None
         narrow = storage == "bfloat16"
-        if module is not None and narrow:
-            setup.refuse_modules(module)
+        if module is not None:
+            setup.refuse_modules(module, narrow)
         patterns = [keep_fp32] if isinstance(keep_fp32, str) else list(keep_fp32)
         groups = setup.read_groups(model, optimizer, optimizer_kwargs)
         kept = setup.kept_names(module, groups, patterns, narrow)
@@ -425,7 +425,7 @@ class FairCastOptimizer(torch.optim.Optimizer):
         else:
             self._shared.captured.update(entries)
         members = self._members()
-        self._shared.link.remember()
+        self._shared.link.impose_options(self.param_groups)
         self._shared.link.push(members)
         differed = self._restore_served(self._flat())
         if differed:

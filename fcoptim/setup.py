@@ -106,28 +106,49 @@ def kept_names(
     return frozenset(kept)
 
 
-def refuse_modules(model: nn.Module) -> None:
-    """Refuse models that break when their fp32 parameters become bf16.
+def refuse_modules(model: nn.Module, bf16: bool) -> None:
+    """Refuse models that break when their parameters change dtype and their buffers don't.
+
+    Args:
+        model: The model.
+        bf16: Whether parameters get bf16 storage, else fp32.
 
     Raises:
-        ValueError: The model uses spectral norm, or is under DDP already, whose buckets were made for fp32
-            gradients and would no longer reduce them.
+        ValueError: A module computes with weights and buffers together, which would differ in dtype; or the model
+            is under DDP already, whose buckets were made for fp32 gradients and would no longer reduce them.
     """
     for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel) and any(
-            param.dtype is torch.float32 for param in module.parameters() if param.requires_grad
-        ):
+        if bf16 and isinstance(module, DistributedDataParallel) and _trains_fp32(module):
             raise ValueError(
                 "the model is under DistributedDataParallel already, with fp32 parameters; construct "
                 "FairCastOptimizer first and DistributedDataParallel on its served_model then, or pass "
                 "storage='float32'"
             )
-        hooks = module._forward_pre_hooks.values()
-        if isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks):
+        spectral = _spectral_buffer(module)
+        if bf16 and spectral is not None and spectral.dtype is torch.float32:
             raise ValueError(
                 f"{name or 'the model'} uses spectral_norm, which multiplies bf16 weights with its fp32 buffers and "
                 "fails; pass storage='float32', where the weights keep fp32 storage and bf16 values"
             )
+        statistics = module.running_mean if isinstance(module, nn.modules.batchnorm._NormBase) else None
+        if not bf16 and any(b is not None and b.dtype is torch.bfloat16 for b in (spectral, statistics)):
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) has bf16 buffers that can't go with fp32 weights; "
+                "with storage='float32' call model.float() first"
+            )
+
+
+def _trains_fp32(model: nn.Module) -> bool:
+    return any(param.dtype is torch.float32 for param in model.parameters() if param.requires_grad)
+
+
+def _spectral_buffer(module: nn.Module) -> torch.Tensor | None:
+    """A buffer that spectral_norm, old or new, multiplies with the module's weight, or None."""
+    found = getattr(module, "_u", None) if isinstance(module, _SpectralNorm) else None
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, SpectralNorm):
+            found = getattr(module, f"{hook.name}_u", None)
+    return found
 
 
 def make_plan(

@@ -199,4 +199,3 @@ def _run(device: torch.device, jobs: Sequence[Job], code: int, changed: torch.Te
         gpu.cast_jobs(jobs, code, changed)
     elif device.type != "meta":
         reference.cast_jobs(jobs, code, changed)
-

@@ -7,7 +7,7 @@ the tensors lie, so it is laid out once per set of tensors; a step only fills in
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from .rules import ACCUMULATED, HASHED, NEAREST, Job
 
 # 128 threads of 8 elements make half a tile; the served bf16 values of a thread are then 128 bits.
 _THREADS = 128
+_ADDRESSES = (kernel.SERVED, kernel.MASTER, kernel.ACCUMULATOR)
 
 
 class Variant(NamedTuple):
@@ -60,10 +61,15 @@ class _Place(NamedTuple):
     strides: tuple[tuple[int, ...], ...] | None
 
 
+# (size, served stride, master stride, accumulator stride) for each dimension, outermost first.
+_Layout = list[tuple[int, ...]]
+
+
 class _Plan(NamedTuple):
-    """The table without its keys, the number of programs, and whether any job is not contiguous."""
+    """The table without its keys, how many rows and programs, and whether any job is not contiguous."""
 
     table: np.ndarray[Any, np.dtype[np.int64]]
+    rows: int
     programs: int
     strided: bool
 
@@ -92,32 +98,27 @@ def cast_jobs(jobs: Sequence[Job], code: int, changed: torch.Tensor | None = Non
     table = _upload(plan, [job.keys for job in jobs], device)
     counts = table if changed is None else changed.contiguous()
     with torch.cuda.device(device) if compiled else nullcontext():
-        options = {"num_warps": _warps(_warp_size()), "enable_fp_fusion": False} if compiled else {}
+        options = _options(triton.runtime.driver.active.get_current_target()) if compiled else {}
         variant = Variant(code, changed is not None, plan.strided)
-        _launch(plan.programs, table, counts, len(jobs), variant, options)
+        _launch(plan, table, counts, variant, options)
     if changed is not None and counts is not changed:
         changed.copy_(counts)
 
 
-def _launch(
-    programs: int,
-    table: torch.Tensor,
-    counts: torch.Tensor,
-    jobs: int,
-    variant: Variant,
-    options: dict[str, int],
-) -> None:
-    kernel.cast_tiles[(programs,)](
-        table, counts, jobs, CODE=variant.code, COUNT=variant.counted, STRIDED=variant.strided, **options
-    )
+def _launch(plan: _Plan, table: torch.Tensor, counts: torch.Tensor, variant: Variant, options: dict[str, Any]) -> None:
+    code, counted, strided = variant
+    grid = (plan.programs,)
+    kernel.cast_tiles[grid](table, counts, plan.rows, CODE=code, COUNT=counted, STRIDED=strided, **options)
 
 
-def _warp_size() -> int:
-    return int(triton.runtime.driver.active.get_current_target().warp_size)
+def _options(target: GPUTarget) -> dict[str, Any]:
+    """Return Triton's options for a device; there is one choice, as a kernel that updates can't be tuned.
 
-
-def _warps(warp_size: int) -> int:
-    return _THREADS // warp_size
+    On CUDA the register limit is far above need. But it ends the assembler's habit of spilling a few to fit
+    one more block on the chip.
+    """
+    options = {"num_warps": _THREADS // target.warp_size, "enable_fp_fusion": False}
+    return options | ({"maxnreg": 96} if target.backend == "cuda" else {})
 
 
 def compile_for(target: GPUTarget, variants: Sequence[Variant] = VARIANTS) -> dict[Variant, CompiledKernel]:
@@ -136,14 +137,12 @@ def compile_for(target: GPUTarget, variants: Sequence[Variant] = VARIANTS) -> di
     """
     if not isinstance(kernel.cast_tiles, triton.JITFunction):
         raise RuntimeError("TRITON_INTERPRET is set, so nothing can be compiled; unset it and start again")
-    types = {"table": "*i64", "changed": "*i64", "jobs": "i32"}
+    types = {"table": "*i64", "changed": "*i64", "rows": "i32"}
     kernels = {}
     for variant in variants:
         chosen = dict(zip(("CODE", "COUNT", "STRIDED"), variant))
         source = ASTSource(kernel.cast_tiles, types | dict.fromkeys(chosen, "constexpr"), chosen)
-        kernels[variant] = triton.compile(
-            source, target=target, options={"num_warps": _warps(target.warp_size), "enable_fp_fusion": False}
-        )
+        kernels[variant] = triton.compile(source, target=target, options=_options(target))
     return kernels
 
 
@@ -159,7 +158,7 @@ def _place(job: Job) -> _Place:
         0 if accumulator is None else accumulator.data_ptr(),
         start,
         served.dtype is torch.float32,
-        tuple(master.shape),
+        master.shape,
         None if dense else tuple(tensor.stride() for tensor in tensors),
     )
 
@@ -167,29 +166,45 @@ def _place(job: Job) -> _Place:
 @lru_cache(maxsize=32)
 def _plan(places: tuple[_Place, ...]) -> _Plan:
     """Lay out the table described in ``gpu_kernel.cast_tiles``."""
+    pieces = [piece for number, place in enumerate(places) for piece in _pieces(number, place)]
+    dims_begin = len(pieces) * (1 + kernel.ROW)
     first_programs: list[int] = []
     rows: list[int] = []
     dims: list[int] = []
     programs = 0
-    dims_begin = len(places) * (1 + kernel.ROW)
-    for place in places:
-        numel = math.prod(place.shape)
-        if place.start + numel > 1 << 62:
-            raise ValueError(f"a job must end below element 2**62; start is {place.start}, size {numel}")
-        layout = [(numel, 1, 1, 1)] if place.strides is None else _coalesce(place.shape, place.strides)
-        row = [0] * kernel.ROW
-        row[kernel.SERVED], row[kernel.MASTER], row[kernel.ACCUMULATOR] = place[:3]
-        row[kernel.NUMEL], row[kernel.START] = numel, place.start
-        row[kernel.FLAGS] = _flags(place)
+    for row, layout in pieces:
         row[kernel.DIMS], row[kernel.NDIM] = dims_begin + len(dims), len(layout)
-        first_programs.append(programs)
-        rows += row
         for dim in reversed(layout):
             dims += dim
+        rows += row
+        first_programs.append(programs)
+        start, numel = row[kernel.START], row[kernel.NUMEL]
         if numel > 0:
-            programs += (place.start + numel - 1) // TILE - place.start // TILE + 1
+            programs += (start + numel - 1) // TILE - start // TILE + 1
     table = np.array(first_programs + rows + dims, dtype=np.int64)
-    return _Plan(table, programs, any(place.strides is not None for place in places))
+    return _Plan(table, len(pieces), programs, any(place.strides is not None for place in places))
+
+
+def _pieces(number: int, place: _Place) -> Iterator[tuple[list[int], _Layout]]:
+    """Yield a job's rows of the table, one unless it is huge, each with its sizes and strides."""
+    numel = math.prod(place.shape)
+    if place.start + numel > 1 << 62:
+        raise ValueError(f"a job must end below element 2**62; start is {place.start}, size {numel}")
+    layout: _Layout = [(numel, 1, 1, 1)] if place.strides is None else _coalesce(place.shape, place.strides)
+    for first, part, offsets in _split(layout):
+        row = [0] * kernel.ROW
+        sizes = (4 if place.wide else 2, 4, 2)
+        for column, address, offset, size in zip(_ADDRESSES, place[:3], offsets, sizes):
+            row[column] = address + offset * size
+        row[kernel.NUMEL] = _size(part)
+        row[kernel.START] = place.start + first
+        row[kernel.FLAGS] = _flags(place)
+        row[kernel.COUNTER] = number
+        yield row, part
+
+
+def _size(layout: _Layout) -> int:
+    return math.prod(dim[0] for dim in layout)
 
 
 def _flags(place: _Place) -> int:
@@ -204,13 +219,9 @@ def _flags(place: _Place) -> int:
     return (kernel.WIDE if place.wide else 0) | (kernel.ALIGNED if aligned else 0)
 
 
-def _coalesce(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
-    """Merge dimensions that are one in all three tensors.
-
-    Returns:
-        ``(size, served stride, master stride, accumulator stride)`` for each dimension left, outermost first.
-    """
-    merged: list[tuple[int, ...]] = []
+def _coalesce(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> _Layout:
+    """Drop dimensions of size 1 and merge those that are one in all three tensors."""
+    merged: _Layout = []
     for size, *steps in zip(shape, *strides):
         if size == 1:
             continue
@@ -221,12 +232,32 @@ def _coalesce(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> l
     return merged
 
 
+def _split(
+    layout: _Layout, first: int = 0, offsets: tuple[int, ...] = (0, 0, 0)
+) -> Iterator[tuple[int, _Layout, tuple[int, ...]]]:
+    """Cut a layout into parts of at most ``kernel.LIMIT`` elements.
+
+    Yields:
+        The part's first element, its layout and its offset in each of the three tensors.
+    """
+    if _size(layout) <= kernel.LIMIT:
+        yield first, layout, offsets
+        return
+    (outer, *steps), rest = layout[0], layout[1:]
+    inner = _size(rest)
+    most = max(1, kernel.LIMIT // inner)
+    for begin in range(0, outer, most):
+        part = rest if inner > kernel.LIMIT else [(min(most, outer - begin), *steps), *rest]
+        moved = tuple(offset + begin * step for offset, step in zip(offsets, steps))
+        yield from _split(part, first + begin * inner, moved)
+
+
 def _upload(plan: _Plan, keys: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
     """Fill the keys into a fresh copy of the table and send it; pinned, so that the host need not wait."""
     pinned = device.type == "cuda"
     host = torch.empty(plan.table.size, dtype=torch.int64, pin_memory=pinned)
     table = host.numpy()
     table[:] = plan.table
-    rows = table[len(keys) : len(keys) * (1 + kernel.ROW)].reshape(len(keys), kernel.ROW)
-    rows[:, kernel.KEY0 : kernel.KEY1 + 1] = keys
+    rows = table[plan.rows : plan.rows * (1 + kernel.ROW)].reshape(plan.rows, kernel.ROW)
+    rows[:, [kernel.KEY0, kernel.KEY1]] = np.array(keys, dtype=np.int64)[rows[:, kernel.COUNTER]]
     return host.to(device, non_blocking=pinned)

@@ -25,15 +25,18 @@ import triton.language as tl
 
 from . import bits, rules
 
-# A tensor's row in the table, by column. DIMS is where in the table its sizes and strides lie.
-SERVED, MASTER, ACCUMULATOR, NUMEL, START, FLAGS, DIMS, NDIM, KEY0, KEY1 = range(10)
-ROW = 10
+# A job's row in the table, by column. DIMS is where in the table its sizes and strides lie.
+SERVED, MASTER, ACCUMULATOR, NUMEL, START, FLAGS, DIMS, NDIM, KEY0, KEY1, COUNTER = range(11)
+ROW = 11
+# A row's elements are counted in 32 bits; a larger job takes several rows.
+LIMIT = 1 << 30
 # FLAGS: served is float32; all of the job's tensors are contiguous, and their tiles begin at 16 bytes.
 WIDE, ALIGNED = 1, 2
 
 _C = tl.constexpr
 _SERVED, _MASTER, _ACCUMULATOR, _NUMEL, _START = _C(SERVED), _C(MASTER), _C(ACCUMULATOR), _C(NUMEL), _C(START)
-_FLAGS, _DIMS, _NDIM, _KEY0, _KEY1, _ROW = _C(FLAGS), _C(DIMS), _C(NDIM), _C(KEY0), _C(KEY1), _C(ROW)
+_FLAGS, _DIMS, _NDIM, _KEY0, _KEY1 = _C(FLAGS), _C(DIMS), _C(NDIM), _C(KEY0), _C(KEY1)
+_COUNTER, _ROW = _C(COUNTER), _C(ROW)
 _WIDE, _ALIGNED = _C(WIDE), _C(ALIGNED)
 _NEAREST, _HASHED, _ACCUMULATED = _C(rules.NEAREST), _C(rules.HASHED), _C(rules.ACCUMULATED)
 _TILE, _HALF, _HALF_LOG2 = _C(bits.TILE), _C(bits.HALF), _C(bits.HALF.bit_length() - 1)
@@ -42,7 +45,7 @@ _MIX_A, _MIX_B, _GOLDEN = _C(bits.MIX32_A), _C(bits.MIX32_B), _C(bits.GOLDEN32)
 
 def _jit(function: Callable[..., Any]) -> Any:
     """Apply ``triton.jit`` (untyped) with no specialisation on values, so that all variants are known."""
-    names = [name for name in ("table", "changed", "jobs") if name in function.__annotations__]
+    names = [name for name in ("table", "changed", "rows") if name in function.__annotations__]
     return triton.jit(do_not_specialize=names, do_not_specialize_on_alignment=names)(function)
 
 
@@ -137,32 +140,33 @@ def _cast_block(
 
 
 @_jit
-def _walk(dims: tl.tensor, ndim: tl.tensor, index: tl.tensor) -> Any:
-    """Turn logical element indices, unsigned, into the memory offsets of the three tensors."""
+def _offsets(table: tl.tensor, row: tl.tensor, index: tl.tensor) -> Any:
+    """Turn logical element indices, uint32, into the memory offsets of the three tensors."""
     served = tl.zeros(index.shape, tl.int64)
     master = tl.zeros(index.shape, tl.int64)
     accumulator = tl.zeros(index.shape, tl.int64)
-    for dim in range(ndim):  # innermost first
-        size = tl.load(dims + dim * 4).to(index.dtype)
+    dim = tl.load(row + _DIMS)
+    last = dim + 4 * tl.load(row + _NDIM)
+    while dim < last:  # innermost first
+        size = tl.load(table + dim).to(tl.uint32)
         rest = index // size
         place = (index - rest * size).to(tl.int64)
-        served += place * tl.load(dims + dim * 4 + 1)
-        master += place * tl.load(dims + dim * 4 + 2)
-        accumulator += place * tl.load(dims + dim * 4 + 3)
+        served += place * tl.load(table + dim + 1)
+        master += place * tl.load(table + dim + 2)
+        accumulator += place * tl.load(table + dim + 3)
         index = rest
+        dim += 4
     return served, master, accumulator
 
 
 @_jit
-def _offsets(table: tl.tensor, row: tl.tensor, index: tl.tensor) -> Any:
-    """Call ``_walk`` with indices of 32 bits where those do; dividing by 64 bits is several times slower."""
-    dims = table + tl.load(row + _DIMS)
-    ndim = tl.load(row + _NDIM).to(tl.int32)
-    if tl.load(row + _NUMEL) < (1 << 31):
-        served, master, accumulator = _walk(dims, ndim, index.to(tl.uint32))
-    else:
-        served, master, accumulator = _walk(dims, ndim, index.to(tl.uint64))
-    return served, master, accumulator
+def _from_end(lane: tl.tensor) -> tl.tensor:
+    """Where both halves' lanes are, counted from the end of the tile.
+
+    Counted from its beginning they would be known not to be negative. Triton would then pick AMD's buffer
+    accesses, which want their base in scalar registers; ours is loaded, so each would sit in a loop.
+    """
+    return tl.arange(0, 2)[:, None] * _HALF + lane - _TILE
 
 
 @_jit
@@ -170,34 +174,34 @@ def _cast_edge(
     table: tl.tensor,
     row: tl.tensor,
     tile: tl.tensor,
-    first: tl.tensor,
+    end: tl.tensor,
     CODE: tl.constexpr,
     COUNT: tl.constexpr,
     STRIDED: tl.constexpr,
 ) -> tl.tensor:
     """Cast a tile that is cut off, misaligned or strided; in parts, as masks and offsets take up registers."""
-    # Elements `lower` up to `upper` of the tile are inside the job.
-    lower = tl.maximum(-first, 0).to(tl.int32)
-    upper = tl.minimum(tl.load(row + _NUMEL) - first, _TILE).to(tl.int32)
+    # Elements `lower` up to `upper`, counted from the tile's end, are inside the job.
+    lower = tl.maximum(-end, -_TILE).to(tl.int32)
+    upper = tl.minimum(tl.load(row + _NUMEL) - end, 0).to(tl.int32)
     moved = 0
     PART: tl.constexpr = _HALF // 8 if STRIDED else _HALF // 4
     for part in range(_HALF // PART):
         lane = part * PART + tl.arange(0, PART)[None, :]
-        at = tl.arange(0, 2)[:, None] * _HALF + lane
+        at = _from_end(lane)
         mask = (at >= lower) & (at < upper)
         if STRIDED:
-            served, master, accumulator = _offsets(table, row, tl.where(mask, first + at, 0))
+            served, master, accumulator = _offsets(table, row, tl.where(mask, end + at, 0).to(tl.uint32))
             moved += _cast_block(row, tile, lane, 0, served, master, accumulator, mask, CODE, COUNT, False)
         else:
-            moved += _cast_block(row, tile, lane, first, at, at, at, mask, CODE, COUNT, False)
+            moved += _cast_block(row, tile, lane, end, at, at, at, mask, CODE, COUNT, False)
     return moved
 
 
 @_jit
-def _find_job(table: tl.tensor, jobs: tl.tensor, program: tl.tensor) -> tl.tensor:
-    """Find the last job whose first program is not after this one; empty jobs are never the last."""
+def _find_row(table: tl.tensor, rows: tl.tensor, program: tl.tensor) -> tl.tensor:
+    """Find the last row whose first program is not after this one; empty rows are never the last."""
     low = 0
-    high = jobs
+    high = rows
     while high - low > 1:
         middle = (low + high) // 2
         if tl.load(table + middle) <= program:
@@ -211,33 +215,33 @@ def _find_job(table: tl.tensor, jobs: tl.tensor, program: tl.tensor) -> tl.tenso
 def cast_tiles(
     table: tl.tensor,
     changed: tl.tensor,
-    jobs: tl.tensor,
+    rows: tl.tensor,
     CODE: tl.constexpr,
     COUNT: tl.constexpr,
     STRIDED: tl.constexpr,
 ) -> None:
-    """Cast one tile of one job; the grid has one program for each tile.
+    """Cast one tile of one row of the table; the grid has one program for each tile.
 
     Args:
-        table: int64; the number of each job's first program, then a row for each job, then sizes and strides.
-        changed: int64, one counter for each job, if ``COUNT``; else any pointer.
-        jobs: The number of jobs.
+        table: int64; the number of each row's first program, then the rows, then sizes and strides.
+        changed: int64 counters, if ``COUNT``; else any pointer.
+        rows: The number of rows.
         CODE: The rule's code.
         COUNT: Whether changed elements are counted.
         STRIDED: Whether any job is not contiguous. Without, the variant is leaner.
     """
     program = tl.program_id(0)
-    job = _find_job(table, jobs, program)
-    row = table + jobs + job * _ROW
+    number = _find_row(table, rows, program)
+    row = table + rows + number * _ROW
     start = tl.load(row + _START)
-    tile = start // _TILE + (program - tl.load(table + job))
-    first = tile * _TILE - start
-    whole = (first >= 0) & (first + _TILE <= tl.load(row + _NUMEL))
+    tile = start // _TILE + (program - tl.load(table + number))
+    end = (tile + 1) * _TILE - start
+    whole = (end >= _TILE) & (end <= tl.load(row + _NUMEL))
     if whole & ((tl.load(row + _FLAGS) & _ALIGNED) != 0):
         lane = tl.arange(0, _HALF)[None, :]
-        at = tl.arange(0, 2)[:, None] * _HALF + lane
-        moved = _cast_block(row, tile, lane, first, at, at, at, None, CODE, COUNT, True)
+        at = _from_end(lane)
+        moved = _cast_block(row, tile, lane, end, at, at, at, None, CODE, COUNT, True)
     else:
-        moved = _cast_edge(table, row, tile, first, CODE, COUNT, STRIDED)
+        moved = _cast_edge(table, row, tile, end, CODE, COUNT, STRIDED)
     if COUNT:
-        tl.atomic_add(changed + job, moved.to(tl.int64), sem="relaxed")
+        tl.atomic_add(changed + tl.load(row + _COUNTER), moved.to(tl.int64), sem="relaxed")

@@ -11,6 +11,7 @@ and repeated, in the rollout and, with gradients, in the loss.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,14 +55,26 @@ def pad_left(prompts: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, 
     return ids, mask
 
 
+def _cache_name(model: Any) -> str:
+    """How this model's forward calls its key-value cache: transformers renamed it in 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def _run_prompts(model: Any, ids: torch.Tensor, mask: torch.Tensor, group: int) -> tuple[torch.Tensor, Any]:
     """Run prompts once; return the logits of the first completion token and a cache, both repeated ``group`` times."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     out = model(
         input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=True, logits_to_keep=1
     )
-    out.past_key_values.batch_repeat_interleave(group)
-    return out.logits[:, -1].repeat_interleave(group, 0), out.past_key_values
+    cache = getattr(out, _cache_name(model))
+    cache.batch_repeat_interleave(group)
+    return out.logits[:, -1].repeat_interleave(group, 0), cache
+
+
+def _run_on(model: Any, tokens: torch.Tensor, attention: torch.Tensor, position: torch.Tensor, cache: Any) -> Any:
+    """Run further tokens behind a cache, which grows; return their logits."""
+    kwargs = {_cache_name(model): cache}
+    return model(input_ids=tokens, attention_mask=attention, position_ids=position, **kwargs).logits
 
 
 @torch.no_grad()
@@ -102,10 +115,8 @@ def sample(
         if step + 1 == max_new_tokens or not bool(running.any()):
             break
         attention = F.pad(attention, (0, 1), value=1)
-        out = model(
-            input_ids=token[:, None], attention_mask=attention, position_ids=position, past_key_values=cache
-        )
-        logits, position = out.logits[:, -1], position + 1
+        logits = _run_on(model, token[:, None], attention, position, cache)[:, -1]
+        position = position + 1
     shape = (len(prompts), group, len(tokens))
     return Rollout(ids, mask, torch.stack(tokens, 1).view(shape), torch.stack(masks, 1).view(shape))
 
@@ -129,10 +140,7 @@ def log_probs(model: Any, rollout: Rollout, temperature: float = 1.0) -> torch.T
         mask = rollout.prompt_mask.repeat_interleave(group, 0).long()
         position = mask.sum(1, keepdim=True) + torch.arange(length - 1)
         attention = F.pad(mask, (0, length - 1), value=1)
-        out = model(
-            input_ids=tokens[:, :-1], attention_mask=attention, position_ids=position, past_key_values=cache
-        )
-        logits = torch.cat([logits, out.logits], 1)
+        logits = torch.cat([logits, _run_on(model, tokens[:, :-1], attention, position, cache)], 1)
     flat = F.cross_entropy(logits.flatten(0, 1).float() / temperature, tokens.flatten(), reduction="none")
     return -flat.view(prompts, group, length)
 

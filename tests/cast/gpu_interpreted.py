@@ -6,6 +6,8 @@ Triton reads TRITON_INTERPRET while it is imported, so these tests need a proces
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import pytest
@@ -17,8 +19,10 @@ from triton.backends.compiler import GPUTarget
 from fcoptim.cast import bits, gpu
 from fcoptim.cast.rules import ACCUMULATED, HASHED, NEAREST
 
-from .gpu_checks import CODES, CONTIGUOUS, STRIDED, Case, Layout, View, alike, check, dense, prepare
+from .cases import CODES, CONTIGUOUS, STRIDED, Case, Layout, alike, any_case, dense, prepare
+from .cases import check as check_back_end
 
+check = functools.partial(check_back_end, gpu.cast_jobs)
 codes = pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 
 
@@ -54,9 +58,9 @@ def test_shards_begin_anywhere(start: int) -> None:
 def test_alignment_is_claimed_where_all_tiles_have_it(wide: bool) -> None:
     """The hint that makes accesses 128 bits wide must be true, or a device faults."""
     claims = []
-    for start in range(0, 2060, 5):
+    for start in range(0, 2060, 11):
         offsets = (start % 3 * 8 + start % 8, start % 7 + start % 4, start % 8 * (start % 5 != 0))
-        layout = Layout((5000,), *(dense((5000,), offset=offset) for offset in offsets))
+        layout = Layout((4100,), *(dense((4100,), offset=offset) for offset in offsets))
         job = prepare([Case(layout, start, wide)], ACCUMULATED)[0].job
         tensors = (job.served, job.master, job.accumulator)
         first = -(-start // bits.TILE) * bits.TILE - start
@@ -90,29 +94,46 @@ def test_every_tile_finds_its_tensor(jobs: int) -> None:
     check(cases, HASHED, "cpu", counted=True)
 
 
-@st.composite
-def any_case(draw: st.DrawFn) -> Case:
-    shape = tuple(draw(st.lists(st.integers(1, 7), max_size=5)))
-    views = []
-    for _ in range(3):
-        order = draw(st.permutations(range(len(shape))))
-        gap = draw(st.sampled_from([1, 1, 2]))
-        view = dense(shape, order, draw(st.integers(0, 9)))
-        views.append(View(tuple(stride * gap for stride in view.strides), view.offset))
-    start = draw(st.one_of(st.integers(0, 5000), st.integers(0, 2**60)))
-    word = st.integers(0, 2**32 - 1)
-    return Case(Layout(shape, *views), start, draw(st.booleans()), (draw(word), draw(word)))
-
-
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(case=any_case(), code=st.sampled_from([NEAREST, HASHED, ACCUMULATED]), counted=st.booleans())
 def test_any_case(case: Case, code: int, counted: bool) -> None:
     check([case], code, "cpu", counted=counted)
 
 
+def test_large_jobs_take_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows count in 32 bits; with a low limit, jobs of this size are cut as huge ones would be."""
+    monkeypatch.setattr(gpu.kernel, "LIMIT", 700)
+    gpu._plan.cache_clear()
+    layouts = [CONTIGUOUS["cut tile"], STRIDED["every other column"], STRIDED["master transposed"]]
+    cases = [Case(layout, 1000) for layout in layouts]
+    check(cases, ACCUMULATED, "cpu", counted=True)
+    plan = gpu._plan(tuple(gpu._place(each.job) for each in prepare(cases, ACCUMULATED)))
+    gpu._plan.cache_clear()
+    rows = plan.table[plan.rows : plan.rows * (1 + gpu.kernel.ROW)].reshape(plan.rows, gpu.kernel.ROW)
+    assert rows[:, gpu.kernel.COUNTER].tolist() == [0] * 3 + [1] * 3 + [2] * 4
+    assert rows[:, gpu.kernel.NUMEL].tolist() == [700, 700, 650, 700, 700, 100, 660, 660, 660, 420]
+
+
+def test_layouts_are_cut_below_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down to rows inside of rows: the parts' elements, walked in order, are those of the whole."""
+    monkeypatch.setattr(gpu.kernel, "LIMIT", 10)
+    shape, strides = (2, 3, 5, 7), ((1, 2, 6, 30), (200, 70, 14, 2), (105, 35, 7, 1))
+    whole = [torch.arange(1000).as_strided(shape, step).flatten() for step in strides]
+    seen: list[list[torch.Tensor]] = [[], [], []]
+    for first, layout, offsets in gpu._split([(size, *steps) for size, *steps in zip(shape, *strides)]):
+        sizes = [size for size, *_ in layout]
+        assert math.prod(sizes) <= 10
+        assert first == sum(map(len, seen[0]))
+        for tensor, offset in enumerate(offsets):
+            step = [dim[1 + tensor] for dim in layout]
+            seen[tensor].append(torch.arange(1000).as_strided(sizes, step, offset).flatten())
+    for parts, expected in zip(seen, whole):
+        assert torch.equal(torch.cat(parts), expected)
+
+
 def test_one_launch_and_no_stale_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table is laid out once for the same tensors; keys are not part of what is kept."""
-    launches: list[int] = []
+    launches: list[gpu._Plan] = []
     launch = gpu._launch
 
     def counting(*arguments: Any) -> None:
@@ -128,7 +149,7 @@ def test_one_launch_and_no_stale_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         jobs = [each.job._replace(keys=bits.stream_keys(5, count)) for each in prepared]
         gpu.cast_jobs(jobs, HASHED, None)
         seen.append(prepared[0].bits()[0].clone())
-    assert launches == [4, 4]
+    assert [plan.programs for plan in launches] == [4, 4]
     assert gpu._plan.cache_info().hits == 1
     assert not torch.equal(*seen)
 

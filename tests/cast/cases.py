@@ -1,29 +1,44 @@
-"""What the GPU kernel is put through: interpreted on the CPU, and on a device where there is one.
+"""What every back end is put through: special words, layouts, and a comparison with the reference.
 
-A job is made twice over, from equal memory. One copy goes through the GPU back end, the other through the
-reference on the CPU, and afterwards all of the memory is compared, gaps between the elements included.
+A job is made twice over, from equal memory. One copy goes through a back end, the other through the reference
+on the CPU, and afterwards all of the memory is compared, gaps between the elements included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from hypothesis import strategies as st
 
-from fcoptim.cast import gpu, reference
+from fcoptim.cast import reference
 from fcoptim.cast.rules import ACCUMULATED, HASHED, NEAREST, Job
 
 CODES = {"nearest": NEAREST, "hashed": HASHED, "error_feedback": ACCUMULATED}
 
+BackEnd = Callable[[Sequence[Job], int, "torch.Tensor | None"], None]
+
 # NaNs of every kind, infinities, the numbers around the largest, zeros, subnormals, ties and grid values.
-SPECIAL_WORDS = [
-    *(0x7F800001, 0x7FFFFFFF, 0x7FC00000, 0x7F80FFFF, 0x7FBF8000, 0x7F800000),
-    *(0x7F7F0000, 0x7F7F0001, 0x7F7F8000, 0x7F7FFFFF, 0x7F7EFFFF, 0x7F7E8000),
-    *(0x00000000, 0x00000001, 0x00008000, 0x00018000, 0x007FFFFF, 0x00800000),
-    *(0x3F800000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F80FFFF, 0x3FFFFFFF),
-]
+NAN_WORDS = [0x7F800001, 0x7FFFFFFF, 0x7FC00000, 0x7F80FFFF, 0x7FBF8000]
+INFINITE_WORDS = [0x7F800000]
+HUGE_WORDS = [0x7F7F0000, 0x7F7F0001, 0x7F7F8000, 0x7F7FFFFF, 0x7F7EFFFF, 0x7F7E8000]
+TINY_WORDS = [0x00000000, 0x00000001, 0x00008000, 0x00018000, 0x007FFFFF, 0x00800000]
+PLAIN_WORDS = [0x3F800000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F80FFFF, 0x3FFFFFFF]
+SPECIAL_WORDS = [*NAN_WORDS, *INFINITE_WORDS, *HUGE_WORDS, *TINY_WORDS, *PLAIN_WORDS]
 SPECIAL_WORDS += [word | 0x80000000 for word in SPECIAL_WORDS]
+
+
+def from_words(words: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """Make float32 values of raw 32-bit patterns."""
+    return torch.as_tensor(words, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def to_words(values: torch.Tensor) -> torch.Tensor:
+    """Return raw patterns as int64: 32 bits of float32, 16 of bfloat16 or int16."""
+    if values.dtype is torch.float32:
+        return values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    return values.view(torch.int16).to(torch.int64) & 0xFFFF
 
 
 @dataclass(frozen=True)
@@ -95,14 +110,14 @@ class Case:
     keys: tuple[int, int] = (0x9ABCDEF0, 0xFEDCBA98)
 
 
-def _words(count: int, generator: torch.Generator) -> torch.Tensor:
+def mixed_words(count: int, generator: torch.Generator) -> torch.Tensor:
     """Fill with random words, special ones among them, and random words near the special ones."""
     words = torch.randint(0, 1 << 32, (count,), generator=generator)
     special = torch.tensor(SPECIAL_WORDS)[torch.randint(len(SPECIAL_WORDS), (count,), generator=generator)]
     kind = torch.randint(4, (count,), generator=generator)
     words = torch.where(kind == 0, special, words)
     words = torch.where(kind == 1, (special & 0xFFFF0000) | (words & 0xFFFF), words)
-    return words.to(torch.int32).view(torch.float32)
+    return from_words(words)
 
 
 def _memory(case: Case, view: View, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
@@ -110,7 +125,7 @@ def _memory(case: Case, view: View, dtype: torch.dtype, generator: torch.Generat
     reach = sum((size - 1) * stride for size, stride in zip(case.layout.shape, view.strides))
     count = view.offset + max(reach, 0) + 20
     if dtype is torch.float32:
-        return _words(count, generator)
+        return mixed_words(count, generator)
     return torch.randint(-(1 << 15), 1 << 15, (count,), generator=generator).to(torch.int16).view(dtype)
 
 
@@ -160,15 +175,32 @@ def assert_same(left: Sequence[Prepared], right: Sequence[Prepared]) -> None:
             assert not wrong, f"{name} of {one.case} differs at {wrong[:5]} of {len(a)}, {len(wrong)} in all"
 
 
-def check(cases: Sequence[Case], code: int, device: torch.device | str, *, counted: bool, seed: int = 0) -> None:
-    """Cast the cases by both back ends, with one call each, and compare all bits and counts."""
+def check(
+    back_end: BackEnd, cases: Sequence[Case], code: int, device: torch.device | str, *, counted: bool, seed: int = 0
+) -> None:
+    """Cast the cases by a back end and by the reference, with one call each, and compare all bits and counts."""
     prepared = prepare(cases, code, seed)
     ours, theirs = ([each.on(where) for each in prepared] for where in (device, "cpu"))
     # Whatever is in `changed` before must not matter.
     counts = torch.full((len(cases),), 77, dtype=torch.int64, device=device) if counted else None
     expected = torch.full((len(cases),), 55, dtype=torch.int64) if counted else None
-    gpu.cast_jobs([each.job for each in ours], code, counts)
+    back_end([each.job for each in ours], code, counts)
     reference.cast_jobs([each.job for each in theirs], code, expected)
     assert_same(ours, theirs)
     if counts is not None and expected is not None:
         assert counts.tolist() == expected.tolist()
+
+
+@st.composite
+def any_case(draw: st.DrawFn) -> Case:
+    """Draw a case: up to five dimensions, each tensor permuted, gapped and shifted on its own, any start."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), max_size=5)))
+    views = []
+    for _ in range(3):
+        order = draw(st.permutations(range(len(shape))))
+        gap = draw(st.sampled_from([1, 1, 2]))
+        view = dense(shape, order, draw(st.integers(0, 9)))
+        views.append(View(tuple(stride * gap for stride in view.strides), view.offset))
+    start = draw(st.one_of(st.integers(0, 5000), st.integers(0, 2**60)))
+    word = st.integers(0, 2**32 - 1)
+    return Case(Layout(shape, *views), start, draw(st.booleans()), (draw(word), draw(word)))

@@ -1,0 +1,107 @@
+"""The command ``fcoptim``. Each command imports what it runs when it is called."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+USAGE_ERROR = 2
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Unbiased fp32-to-bf16 export for RL post-training.",
+)
+bench = typer.Typer(invoke_without_command=True, help="Measure the kernels on this machine.")
+app.add_typer(bench, name="bench")
+
+
+@contextmanager
+def _one_line_errors(extra: str = "demo") -> Iterator[None]:
+    """End with one line and exit code 2 on wrong input or a missing package."""
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(USAGE_ERROR) from error
+    except ImportError as error:
+        hint = f'pip install "fcoptim[{extra}]"'
+        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        typer.echo(f"error: {text}" if hint in text else f"error: {text}: {hint}", err=True)
+        raise typer.Exit(USAGE_ERROR) from error
+
+
+def parse_options(pairs: list[str]) -> dict[str, Any]:
+    """Read ``key=value`` pairs; a value that is JSON is taken as such, anything else as text.
+
+    Raises:
+        ValueError: A pair has no ``=`` or no key.
+    """
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key and equals):
+            raise ValueError(f"--task-option takes key=value, for example max_word_len=5; got {pair!r}")
+        try:
+            options[key] = json.loads(value)
+        except json.JSONDecodeError:
+            options[key] = value
+    return options
+
+
+@app.command()
+def demo(
+    task: Annotated[str, typer.Option(help="Any dataset of reasoning-gym.")] = "spell_backward",
+    task_option: Annotated[list[str] | None, typer.Option(help="Option of the dataset, key=value.")] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 20,
+    lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 1e-6,
+    rounding: Annotated[
+        str, typer.Option(help="Rule that serves the trained policy: nearest, stochastic, dither, error_feedback.")
+    ] = "stochastic",
+    seed: Annotated[int, typer.Option(help="Seed of rounding, sampling and task.")] = 0,
+    prompts: Annotated[int, typer.Option(help="Prompts in each step.")] = 4,
+    group: Annotated[int, typer.Option(help="Completions for each prompt.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest completion, in tokens.")] = 8,
+    shots: Annotated[int, typer.Option(help="Solved examples in each prompt.")] = 2,
+    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 1.0,
+    out: Annotated[Path, typer.Option(help="Folder for JSONL and PNG; a new one if it holds a run.")] = Path(
+        "runs/demo"
+    ),
+) -> None:
+    """Train SmolLM2-135M on a verifiable task and cast its masters by every rule side by side."""
+    with _one_line_errors():
+        from .demo.run import run
+        from .demo.train import Settings
+
+        settings = Settings(
+            task=task,
+            task_options=parse_options(task_option) if task_option else None,
+            steps=steps,
+            lr=lr,
+            rounding=rounding,
+            seed=seed,
+            prompts=prompts,
+            group=group,
+            max_new_tokens=max_new_tokens,
+            shots=shots,
+            temperature=temperature,
+            out=out,
+        )
+        code = run(settings)
+    raise typer.Exit(code)
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of fcoptim and torch."""
+    import torch
+
+    from . import __version__
+
+    typer.echo(f"fcoptim {__version__}, torch {torch.__version__}")
