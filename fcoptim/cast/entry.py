@@ -114,7 +114,7 @@ def replay_(
 def _as_list(value: _T | Sequence[_T], length: int, name: str) -> list[_T]:
     """Spread a scalar over ``length`` entries, or check a sequence's length."""
     if isinstance(value, torch.Tensor) or not isinstance(value, Sequence):
-        return [value] * length  # type: ignore[list-item]
+        return [value] * length
     if len(value) != length:
         raise ValueError(f"got {length} served tensors but {len(value)} values of {name}")
     return list(value)
@@ -143,8 +143,8 @@ def _make_jobs(
         accumulators = list(_as_list(error_feedback, len(targets), "error_feedback"))
     jobs = []
     for target, source, k, c, s, accumulator in zip(targets, masters, keys, counts, starts, accumulators):
-        if not (0 <= k < 1 << 64 and c >= 0 and s >= 0):
-            raise ValueError(f"key must lie in [0, 2**64), count and start be >= 0; got {k}, {c}, {s}")
+        if not (0 <= k < 1 << 64 and c >= 0 and 0 <= s < 1 << 61):
+            raise ValueError(f"key must lie in [0, 2**64), count be >= 0, start in [0, 2**61); got {k}, {c}, {s}")
         _check_tensors(target, source, accumulator)
         keys_of_cast = stream_keys(k, c if rule.counts else 0)
         jobs.append(Job(target.detach(), source.detach(), keys_of_cast, s, accumulator))

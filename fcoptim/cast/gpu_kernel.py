@@ -113,7 +113,8 @@ def _cast_block(
     """
     master = _pointer(tl.load(row + _MASTER) + shift * 4, tl.uint32, ALIGN) + at_master
     word = tl.load(master, mask=mask)
-    # Magnitudes are compared doubled: shifting the sign out runs beside the logic units that limit the hash.
+    # Magnitudes are compared doubled, without the sign: NVIDIA shifts left on the multiplier, and so spares
+    # the logic units, which limit the hash.
     doubled = word << 1
     word = tl.where(doubled > 2 * 0x7F800000, (word | 0x00400000) & 0xFFFF0000, word)
     if CODE == _NEAREST:

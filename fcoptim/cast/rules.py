@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -52,7 +52,7 @@ def get_rule(rounding: str) -> Rule:
     Raises:
         ValueError: There is no such rule; the message lists those there are.
     """
-    rule = RULES.get(cast(str, rounding)) if isinstance(rounding, str) else None
+    rule = RULES.get(rounding) if isinstance(rounding, str) else None
     if rule is None:
         raise ValueError(f"rounding must be one of {', '.join(map(repr, RULES))}; got {rounding!r}")
     return rule

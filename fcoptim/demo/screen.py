@@ -35,7 +35,7 @@ def table(records: Sequence[Record], trained: str) -> Table:
         trained: The rule the policy is served by; marked in the heading.
     """
     title = "served weights changed in the step / share of the masters' displacement served"
-    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for heading in ("step", "reward", "signal"):
         made.add_column(heading, justify="right", no_wrap=True)
     for rule in records[0]["rules"] if records else ():
