@@ -57,7 +57,7 @@ def parse_options(pairs: list[str]) -> dict[str, Any]:
 
 @app.command()
 def demo(
-    task: Annotated[str, typer.Option(help="Any dataset of reasoning-gym.")] = "spell_backward",
+    task: Annotated[str, typer.Option(help="Any dataset of reasoning-gym.")] = "coin_flip",
     task_option: Annotated[list[str] | None, typer.Option(help="Option of the dataset, key=value.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 20,
     lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 1e-6,
@@ -67,7 +67,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of rounding, sampling and task.")] = 0,
     prompts: Annotated[int, typer.Option(help="Prompts in each step.")] = 4,
     group: Annotated[int, typer.Option(help="Completions for each prompt.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest completion, in tokens.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest completion, in tokens.")] = 12,
     shots: Annotated[int, typer.Option(help="Solved examples in each prompt.")] = 2,
     temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 1.0,
     out: Annotated[Path, typer.Option(help="Folder for JSONL and PNG; a new one if it holds a run.")] = Path(
@@ -81,7 +81,7 @@ def demo(
 
         settings = Settings(
             task=task,
-            task_options=parse_options(task_option) if task_option else None,
+            task_options=parse_options(task_option or []),
             steps=steps,
             lr=lr,
             rounding=rounding,
@@ -95,6 +95,27 @@ def demo(
         )
         code = run(settings)
     raise typer.Exit(code)
+
+
+Elements = Annotated[int, typer.Option(help="Elements of the large tensor.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; torch's own number if not given.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+
+
+@bench.callback()
+def bench_default(context: typer.Context) -> None:
+    """Measure on this machine; without a subcommand, the cast."""
+    if context.invoked_subcommand is None:
+        bench_cast()
+
+
+@bench.command("cast")
+def bench_cast(elements: Elements = 64 << 20, threads: Threads = None, device: Device = "cpu") -> None:
+    """Time every rounding rule against served.copy_(master)."""
+    with _one_line_errors():
+        from .bench.cast import main
+
+        main(elements, threads, device)
 
 
 @app.command()

@@ -11,7 +11,7 @@ import torch
 from .masters import GLOBAL, OWN_KEYS, Entry, Member, wrapped_part
 from .naming import NamedGroup
 
-OWN_OPTIONS = frozenset({"params", "param_names", "rounding", "seed"})
+OWN_OPTIONS = frozenset({"params", "param_names", "rounding", "seed", "lag"})
 
 _REFUSED = {
     "Adahessian": "it needs gradients with a graph to the weights it steps on, but the loss is computed on the "

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from . import lag as lags
 from .cast import get_rule
 from .masters import ACCUMULATOR, COUNT, MASTER, OWN_KEYS, Entry, Member, wrapped_part
 from .naming import canonical_name, is_positional
@@ -127,11 +128,12 @@ def load_options(group: Group, saved: Group) -> Group:
     """Merge a saved group's options into ours: a new dict with our parameters and names.
 
     Raises:
-        ValueError: The saved rounding rule is unknown.
+        ValueError: The saved rounding rule or lag is unknown.
     """
     options = {key: copy.deepcopy(value) for key, value in saved.items() if key not in ("params", "param_names")}
     merged = {**group, **options}
     get_rule(merged["rounding"])
+    merged["lag"] = lags.as_options(merged.get("lag"))
     return merged
 
 
@@ -149,7 +151,7 @@ def load_entry(name: str, param: torch.Tensor, group: Group, saved: Mapping[str,
     move_step = bool(group.get("capturable") or group.get("fused"))
 
     def place(key: str, value: torch.Tensor) -> torch.Tensor:
-        stays = key == COUNT or (key == "step" and not move_step)
+        stays = key in (COUNT, lags.LAG_COUNT) or (key == "step" and not move_step)
         return value.detach().clone() if stays else value.detach().to(param.device, copy=True)
 
     return {key: _copied(key, value, place) for key, value in saved.items()}
@@ -195,6 +197,7 @@ def _check_own(name: str, param: torch.Tensor, group: Group, saved: Mapping[str,
             f"the master of parameter {name!r} was saved as {saved[MASTER].dtype}: its low bits are gone, so the run "
             "can't be resumed exactly. Something cast the state dict; save it as it is"
         )
+    lags.check_saved(name, saved, param.shape)
 
 
 def _copied(key: str, value: Any, place: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:

@@ -1,8 +1,8 @@
 """fcoptim's own entries of an optimizer's state, and the conversion of parameters to served weights.
 
 Beside what the wrapped optimizer keeps, ``state[p]`` holds ``"master"`` (float32), ``"cast_count"`` (a 0-d
-int64 tensor on the CPU, like torch's ``step``) and, under error feedback, ``"error_feedback"`` (int16). A
-parameter that is kept in fp32 has none of them: it is its own master.
+int64 tensor on the CPU, like torch's ``step``), under error feedback ``"error_feedback"`` (int16) and, with a lag,
+what ``lag.py`` lists. A parameter that is kept in fp32 has none of them: it is its own master.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from . import lag as lags
 from .cast import cast_, get_rule, parameter_key, replay_, start_accumulator_
 
 MASTER = "master"
 COUNT = "cast_count"
 ACCUMULATOR = "error_feedback"
-LAG = "lag"
 GLOBAL = "wrapped_global"
-OWN_KEYS = frozenset({MASTER, COUNT, ACCUMULATOR, LAG, GLOBAL})
+OWN_KEYS = frozenset({MASTER, COUNT, ACCUMULATOR, GLOBAL}) | lags.LAG_KEYS
 
 Entry = dict[str, Any]
 
@@ -50,6 +50,11 @@ class Member(NamedTuple):
         """What the wrapped optimizer steps on."""
         found: torch.Tensor = self.entry.get(MASTER, self.param)
         return found
+
+    @property
+    def target(self) -> torch.Tensor:
+        """What the last cast was made from, in fp32: the master, or its lagged copy."""
+        return lags.target(self.entry, self.master).to(torch.float32)
 
     @property
     def key(self) -> int:
@@ -148,7 +153,7 @@ def freeze(param: torch.Tensor, storage: torch.dtype) -> None:
 
 
 def cast_members(members: Iterable[Member], *, advance: bool, count_changes: bool = False) -> torch.Tensor | None:
-    """Cast masters to served weights, one ``cast_`` call for each rule.
+    """Cast targets (masters, or their lagged copies) to served weights, one ``cast_`` call for each rule.
 
     Args:
         members: What to cast; those kept in fp32 are passed over.
@@ -167,12 +172,12 @@ def cast_members(members: Iterable[Member], *, advance: bool, count_changes: boo
         if advance:
             for member in chosen:
                 member.entry[COUNT].add_(1)
-        accumulators = [_accumulator(member) for member in chosen] if get_rule(rounding).accumulates else None
+        accumulators = [accumulator_of(member) for member in chosen] if get_rule(rounding).accumulates else None
         device = chosen[0].param.device
         changed = torch.zeros(len(chosen), dtype=torch.int64, device=device) if count_changes else None
         cast_(
             [member.param for member in chosen],
-            [member.master for member in chosen],
+            [member.target for member in chosen],
             rounding=rounding,
             key=[member.key for member in chosen],
             count=[member.casts for member in chosen],
@@ -184,7 +189,7 @@ def cast_members(members: Iterable[Member], *, advance: bool, count_changes: boo
     return total
 
 
-def _accumulator(member: Member) -> torch.Tensor:
+def accumulator_of(member: Member) -> torch.Tensor:
     """The member's accumulators, made now if its group has just been switched to error feedback."""
     found = member.entry.get(ACCUMULATOR)
     if found is None:
@@ -199,7 +204,7 @@ def replayed(member: Member) -> torch.Tensor:
     out = torch.empty_like(member.param)
     replay_(
         out,
-        member.master,
+        member.target,
         rounding=member.group["rounding"],
         key=member.key,
         count=member.casts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import gradients, loading, setup
+from . import gradients, lagging, loading, setup
+from . import lag as lags
 from .link import OWN_OPTIONS, Link, OptimizerLike
 from .masters import (
     MASTER,
@@ -80,7 +81,8 @@ class FairCastOptimizer(torch.optim.Optimizer):
         optimizer: A ``torch.optim.Optimizer`` class, a callable that takes parameters or param groups, or an
             instance built on these parameters (its groups, options and state are taken over).
         rounding: ``"nearest"``, ``"stochastic"`` (default), ``"dither"`` or ``"error_feedback"``.
-        lag: Reserved for explicit lags; only None.
+        lag: ``fcoptim.lag.Ema``, ``Delay`` or ``DeadZone``: what is cast instead of the masters. Default None. It can
+            be set and changed while training, as ``opt.lag``, and chosen by groups like ``"rounding"``.
         seed: Seed of the rounding; torch's own random state is not used. Default 0.
         storage: ``"bfloat16"`` (default), or ``"float32"``: parameters keep fp32 storage and hold bf16 values,
             for frameworks that insist on fp32 parameters.
@@ -102,7 +104,7 @@ class FairCastOptimizer(torch.optim.Optimizer):
         optimizer: OptimizerLike,
         *,
         rounding: str = "stochastic",
-        lag: None = None,
+        lag: lags.Lag | Mapping[str, Any] | None = None,
         seed: int = 0,
         storage: str = "bfloat16",
         keep_fp32: Sequence[str] | str = (),
@@ -112,8 +114,6 @@ class FairCastOptimizer(torch.optim.Optimizer):
         if isinstance(optimizer, FairCastOptimizer):
             raise ValueError("this optimizer is a FairCastOptimizer already; wrap the plain one")
         setup.check_options(rounding, seed, storage, on_nonfinite, gradients.ON_NONFINITE)
-        if lag is not None:
-            raise ValueError(f"lag must be None: explicit lags are not part of this version; got {lag!r}")
         module = model if isinstance(model, nn.Module) else None
         narrow = storage == "bfloat16"
         if module is not None:
@@ -121,9 +121,10 @@ class FairCastOptimizer(torch.optim.Optimizer):
         patterns = [keep_fp32] if isinstance(keep_fp32, str) else list(keep_fp32)
         groups = setup.read_groups(model, optimizer, optimizer_kwargs)
         kept = setup.kept_names(module, groups, patterns, narrow)
-        plan = setup.make_plan(groups, optimizer, optimizer_kwargs, kept, rounding, seed)
+        plan = setup.make_plan(groups, optimizer, optimizer_kwargs, kept, rounding, seed, lags.as_options(lag))
         wrapped = plan.link.wrapped
-        super().__init__(plan.groups, {**wrapped.defaults, "rounding": rounding, "seed": seed})
+        own = {"rounding": rounding, "seed": seed, "lag": lags.as_options(lag)}
+        super().__init__(plan.groups, {**wrapped.defaults, **own})
         self._shared = _Shared(plan.link, module, setup.STORAGES[storage], kept, on_nonfinite, plan.entries)
         self.register_state_dict_post_hook(_fill_in_captured)
         self._start(self._members())
@@ -194,6 +195,7 @@ class FairCastOptimizer(torch.optim.Optimizer):
         members = [member for group in groups for member in group]
         self._shared.link.pull(self._members())
         serve(members, self._shared.storage)
+        lagging.prepare(members)
         for member in members:
             widen_gradients(member.param)
         self._shared.watch.remember(members)
@@ -211,7 +213,7 @@ class FairCastOptimizer(torch.optim.Optimizer):
         """Add parameters to train, as ``torch.optim.Optimizer.add_param_group``; they get masters at once.
 
         Args:
-            param_group: ``"params"`` and options; ``"rounding"`` and ``"seed"`` choose the group's own.
+            param_group: ``"params"`` and options; ``"rounding"``, ``"seed"`` and ``"lag"`` choose the group's own.
 
         Raises:
             ValueError: A parameter is trained already, or a name is taken.
@@ -222,6 +224,8 @@ class FairCastOptimizer(torch.optim.Optimizer):
             return
         shared = self._shared
         own = {key: param_group.get(key, self.defaults[key]) for key in ("rounding", "seed")}
+        given = "lag" in param_group
+        own["lag"] = lags.as_options(param_group["lag"]) if given else self.param_groups[-1].get("lag")
         options, pairs, entries = setup.plan_group(param_group, own, self.param_groups, shared.model, shared.kept)
         self.wrapped.add_param_group({**options, "params": [entries[name].get(MASTER, p) for name, p in pairs]})
         inner = {key: value for key, value in self.wrapped.param_groups[-1].items() if key not in OWN_OPTIONS}
@@ -230,9 +234,30 @@ class FairCastOptimizer(torch.optim.Optimizer):
         shared.link.remember()
         members = self._members()[-1:]
         serve(members[0], shared.storage)
+        lagging.prepare(members[0])
         for member in members[0]:
             widen_gradients(member.param)
         shared.watch.remember(members[0])
+
+    # ------------------------------------------------------------- the lag
+
+    @property
+    def lag(self) -> lags.Lag | None:
+        """The lag between masters and served weights, or None; ``opt.lag.steps = 50`` changes a setting.
+
+        What is set here takes effect at the next step: a lag begins at the masters as they are then, and None lets
+        every served weight become the cast of its master.
+
+        Raises:
+            ValueError: The param groups have lags of their own; read ``group["lag"]``.
+        """
+        return lags.live([group.get("lag") for group in self.param_groups])
+
+    @lag.setter
+    def lag(self, lag: lags.Lag | Mapping[str, Any] | None) -> None:
+        self.defaults["lag"] = options = lags.as_options(lag)
+        for group in self.param_groups:
+            group["lag"] = options
 
     # ------------------------------------------------------------- stepping
 
@@ -299,18 +324,26 @@ class FairCastOptimizer(torch.optim.Optimizer):
     def adopt_served_(self) -> None:
         """Go on from weights written into the model: masters := served.
 
-        Moments and accumulators stay as they are.
+        Moments and accumulators stay as they are; lags begin anew.
         """
         members = self._flat()
         for member in members:
             if not member.kept:
                 member.master.copy_(member.param)
+                lags.drop(member.entry)
         cast_members(members, advance=True)  # moves nothing that lies on the bf16 grid
+        lagging.prepare(members)
         self._shared.watch.remember(members)
 
     def recast_(self) -> None:
-        """Drop whatever was written into the model: served := the last cast of the masters, bit for bit."""
-        self._restore_served(self._flat())
+        """Drop whatever was written into the model: served := the last cast of the masters, bit for bit.
+
+        Weights that a dead zone held are gone where they were written over; such parameters are cast afresh.
+        """
+        members = self._flat()
+        written = set(self._shared.watch.foreign(members))
+        lagging.recast_held(member for member in members if member.name in written)
+        self._restore_served(members)
 
     @torch.no_grad()
     def _restore_served(self, members: Sequence[Member]) -> list[str]:
@@ -323,6 +356,7 @@ class FairCastOptimizer(torch.optim.Optimizer):
             if not same_bits(served, member.param):
                 differed.append(member.name)
                 member.param.copy_(served)
+            lagging.relink(member)
         self._shared.watch.remember(members)
         return differed
 
@@ -339,7 +373,10 @@ class FairCastOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _switch_mode(self, mode: str) -> None:
-        """Call the wrapped optimizer's ``train`` or ``eval``, and cast again if that moved the masters."""
+        """Call the wrapped optimizer's ``train`` or ``eval``, and cast again if that moved the masters.
+
+        With a lag nothing is cast: a step moves the lag, a switch does not.
+        """
         shared, groups = self._shared, self._members()
         members = [member for group in groups for member in group]
         shared.link.exchange_options(self.param_groups)
@@ -349,6 +386,7 @@ class FairCastOptimizer(torch.optim.Optimizer):
         shared.link.pull(groups)
         shared.link.return_options(self.param_groups)
         moved = [member for member, version in zip(members, before) if member.master._version != version]
+        moved = [member for member in moved if lags.kind_of(member.entry) is None]
         cast_members(moved, advance=True)
         shared.watch.remember(moved)
 
@@ -416,6 +454,7 @@ class FairCastOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         groups, entries = loading.read_state(self.param_groups, self._members(), state_dict)
+        lags.keep_live(self.param_groups, groups)
         self.param_groups[:] = groups
         self.state.clear()
         self._shared.captured.clear()
@@ -460,6 +499,8 @@ def _fill_in_captured(optimizer: torch.optim.Optimizer, state_dict: dict[str, An
     """Put what was captured at construction into a state dict taken before the first step."""
     assert isinstance(optimizer, FairCastOptimizer)
     for members, packed in zip(optimizer._members(), state_dict["param_groups"]):
+        if packed.get("lag") is not None:
+            packed["lag"] = dict(packed["lag"])  # a saved state must not follow a live lag
         for member, number in zip(members, packed["params"]):
             if member.entry and number not in state_dict["state"]:
                 state_dict["state"][number] = dict(member.entry)

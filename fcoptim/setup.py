@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from . import lag as lags
 from .cast import get_rule
 from .link import Link, OptimizerLike, check_wrappable, make_wrapped
 from .masters import Entry, check_convertible, new_entry, statistics_modules
@@ -158,6 +159,7 @@ def make_plan(
     kept: frozenset[str],
     rounding: str,
     seed: int,
+    lag: dict[str, Any] | None,
 ) -> Plan:
     """Make masters, wrap the optimizer around them, and write down our param groups.
 
@@ -168,6 +170,7 @@ def make_plan(
         kept: Names to serve in fp32.
         rounding: The rule of groups that don't choose one.
         seed: The seed of groups that don't choose one.
+        lag: The lag of groups that don't choose one, as options.
 
     Raises:
         ValueError: The optimizer left parameters out, or mixed those of different rules in one group.
@@ -179,6 +182,7 @@ def make_plan(
         options = {
             "rounding": group.options.pop("rounding", rounding),
             "seed": group.options.pop("seed", seed),
+            "lag": lags.as_options(group.options.pop("lag")) if "lag" in group.options else lag,
         }
         get_rule(options["rounding"])
         for name, param in zip(group.names, group.params):
@@ -218,7 +222,7 @@ def _mirror(
     params: dict[str, torch.Tensor],
     own: dict[str, dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Our param groups: the wrapped optimizer's, over the served parameters, with rule and seed."""
+    """Our param groups: the wrapped optimizer's, over the served parameters, with rule, seed and lag."""
     mirrored = []
     left = set(params)
     for inner in wrapped.param_groups:
@@ -228,7 +232,7 @@ def _mirror(
         left -= set(members)
         chosen = [own[name] for name in members]
         if any(options != chosen[0] for options in chosen):
-            raise ValueError("the optimizer put parameters of different rounding or seed into one param group")
+            raise ValueError("the optimizer put parameters of different rounding, seed or lag into one param group")
         options = {key: value for key, value in inner.items() if key not in ("params", "param_names")}
         options.update(chosen[0] if chosen else {})
         mirrored.append({**options, "params": [(name, params[name]) for name in members]})
@@ -251,7 +255,7 @@ def plan_group(
 
     Args:
         param_group: What the caller adds.
-        own: Its rule and seed.
+        own: Its rule, seed and lag.
         present: Our groups so far.
         model: The served model, for names.
         kept: Names to serve in fp32.

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from . import gradients
+from . import gradients, lagging
 from .link import Link
-from .masters import Member, cast_members
+from .masters import Member
 
 Closure = Callable[[], Any]
 
@@ -46,10 +46,12 @@ class _Abandoned(Exception):
 class _Evaluation:
     """The user's closure as the wrapped optimizer calls it: on served weights that show its trial masters."""
 
-    def __init__(self, closure: Closure | None, members: Sequence[Member], check_finite: bool) -> None:
+    def __init__(self, closure: Closure | None, members: Sequence[Member], check_finite: bool, idle: bool) -> None:
         self.closure = closure
         self.members = members
         self.check_finite = check_finite
+        self.idle = idle
+        self.trials = lagging.Trials()
         self.moving: dict[int, Member] = {}
         self.evaluated = False
 
@@ -57,7 +59,7 @@ class _Evaluation:
         loss = None
         if self.closure is not None:
             if self.evaluated:
-                cast_members(self.moving.values(), advance=True)
+                self.trials.cast(self.moving.values())
             with torch.enable_grad():
                 loss = self.closure()
         moving = gradients.hand_over(self.members)
@@ -74,6 +76,9 @@ class _Evaluation:
         names = gradients.nonfinite(moving) if self.check_finite else []
         if names:
             raise _Abandoned(loss, names)
+        if not self.idle:
+            lagging.check_pull(moving)
+            lagging.prepare(moving)
 
 
 def run_step(link: Link, groups: Sequence[Sequence[Member]], closure: Closure | None, check_finite: bool) -> Outcome:
@@ -90,7 +95,7 @@ def run_step(link: Link, groups: Sequence[Sequence[Member]], closure: Closure | 
     """
     members = [member for group in groups for member in group]
     link.push(groups)
-    evaluation = _Evaluation(closure, members, check_finite)
+    evaluation = _Evaluation(closure, members, check_finite, _every_lr_is_zero(link.wrapped))
     try:
         if closure is None:
             evaluation()
@@ -104,8 +109,14 @@ def run_step(link: Link, groups: Sequence[Sequence[Member]], closure: Closure | 
     link.pull(groups)
     # Distributed checkpoint fills an optimizer's state by a step with every lr at 0: a cast would draw new
     # bits although no master moved.
-    moved = [] if _every_lr_is_zero(link.wrapped) else list(evaluation.moving.values())
-    changed = cast_members(moved, advance=True, count_changes=True)
+    moving = list(evaluation.moving.values())
+    evaluation.trials.rewind(moving)
+    if _every_lr_is_zero(link.wrapped):
+        return Outcome(loss=loss, stepped=True)
+    lagging.pull_masters(moving)
+    # A lag that was switched off ends here for every parameter, also for those that have no gradient.
+    moved = moving + lagging.stale(member for member in members if id(member.param) not in evaluation.moving)
+    changed = lagging.advance_and_cast(moved, count_changes=True)
     return Outcome(loss=loss, stepped=True, cast=moved, changed=changed)
 
 

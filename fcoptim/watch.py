@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
+
+from . import lag as lags
 from .masters import Member, replayed, same_bits
 
 
@@ -15,27 +18,49 @@ class Watch:
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, int]] = {}
+        self._sums: dict[str, torch.Tensor] = {}
 
     def remember(self, members: Iterable[Member]) -> None:
         """Note that these served weights are what their masters say."""
         for member in members:
             self._seen[member.name] = (id(member.param), member.param._version)
+            self._sums.pop(member.name, None)
+            if _is_held(member):
+                self._sums[member.name] = _sum_of_bits(member.param)
 
     def foreign(self, members: Sequence[Member]) -> list[str]:
         """Name the parameters whose served bits are not those of the last cast.
 
         A parameter whose version counter stands where it stood is not looked at; one written with the same
-        bits is forgiven.
+        bits is forgiven. Weights that a dead zone holds are their own memory, so there the sum of their bits is
+        compared.
         """
         written = []
         for member in members:
             if member.kept or self._seen.get(member.name) == (id(member.param), member.param._version):
                 continue
-            if same_bits(replayed(member), member.param):
+            if self._is_ours(member):
                 self.remember([member])
             else:
                 written.append(member.name)
         return written
 
+    def _is_ours(self, member: Member) -> bool:
+        remembered = self._sums.get(member.name)
+        if remembered is not None and _is_held(member):
+            return bool(remembered == _sum_of_bits(member.param))
+        return same_bits(replayed(member), member.param)
+
     def __getstate__(self) -> dict[str, object]:
-        return {"_seen": {}}
+        return {"_seen": {}, "_sums": {}}
+
+
+def _is_held(member: Member) -> bool:
+    """Whether what the lag remembers is the served weights themselves."""
+    held = lags.kind_of(member.entry) == lags.DeadZone.kind
+    return held and bool(member.entry[lags.LAG].data_ptr() == member.param.data_ptr())
+
+
+def _sum_of_bits(param: torch.Tensor) -> torch.Tensor:
+    bits = torch.int16 if param.element_size() == 2 else torch.int32
+    return param.detach().view(bits).sum(dtype=torch.int64)

@@ -68,8 +68,8 @@ def _cut(jobs: Sequence[Job], weights: Sequence[int], part: int, parts: int) -> 
 
     Tiles are counted from the one in which the job begins.
     """
-    if part == parts:
-        return len(jobs), 0
+    if part in (0, parts):
+        return (len(jobs) if part else 0), 0
     ends = list(accumulate(weights))
     target = ends[-1] * part // parts
     number = bisect_right(ends, target)
@@ -124,9 +124,10 @@ def _dims(served: torch.Tensor, master: torch.Tensor, accumulator: torch.Tensor,
             continue
         strides = [tensor.stride(dim) * width for tensor, width in zip(tensors, sizes)]
         if dims and all(stride == inner * dims[-1][0] for stride, inner in zip(strides, dims[-1][1:])):
-            dims[-1] = (size * dims[-1][0], *dims[-1][1:])
+            _, one, two, three = dims[-1]
+            dims[-1] = (size * dims[-1][0], one, two, three)
         else:
-            dims.append((size, *strides))
+            dims.append((size, strides[0], strides[1], strides[2]))
     return dims
 
 

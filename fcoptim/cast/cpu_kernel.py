@@ -91,14 +91,14 @@ def _accessors(kind: types.Integer) -> tuple[Any, Any]:
     def pointer(builder: Any, address: Any, index: Any) -> Any:
         return builder.gep(builder.inttoptr(address, word.as_pointer()), [index], source_etype=word)
 
-    @intrinsic
+    @intrinsic  # type: ignore[untyped-decorator]
     def load(typing: Any, address: Any, index: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return builder.load(pointer(builder, args[0], args[1]), align=1, typ=word)
 
         return kind(types.int64, types.int64), generate
 
-    @intrinsic
+    @intrinsic  # type: ignore[untyped-decorator]
     def store(typing: Any, address: Any, index: Any, value: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             builder.store(args[2], pointer(builder, args[0], args[1]), align=1)

@@ -63,9 +63,7 @@ def _cache_name(model: Any) -> str:
 def _run_prompts(model: Any, ids: torch.Tensor, mask: torch.Tensor, group: int) -> tuple[torch.Tensor, Any]:
     """Run prompts once; return the logits of the first completion token and a cache, both repeated ``group`` times."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    out = model(
-        input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=True, logits_to_keep=1
-    )
+    out = model(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=True, logits_to_keep=1)
     cache = getattr(out, _cache_name(model))
     cache.batch_repeat_interleave(group)
     return out.logits[:, -1].repeat_interleave(group, 0), cache

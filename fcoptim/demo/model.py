@@ -67,8 +67,6 @@ def load_smollm2() -> tuple[torch.nn.Module, Any]:
     where: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bars would tear ours
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), **where)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            str(file.parent), dtype=torch.float32, **where
-        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **where)
     tokenizer.padding_side = "left"
     return model.to(torch.bfloat16).eval(), tokenizer

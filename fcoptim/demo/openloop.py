@@ -15,7 +15,7 @@ import torch
 
 from ..cast import RULES, cast_, parameter_key, start_accumulator_
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 19
 
 
 @dataclass

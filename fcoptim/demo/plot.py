@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _label(rule: str, value: float, text: str) -> str:
-    return f"{rule.replace('_', ' ')} ({text.format(value)})"
+    shown = "-" if math.isnan(value) else text.format(value)
+    return f"{rule.replace('_', ' ')} ({shown})"
 
 
 def plot(records: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
@@ -47,20 +49,24 @@ def plot(records: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> Non
     if not records:
         raise ValueError("there is no step to plot")
     figure = _figure(11.5, 4.8)
+    ticker: Any = importlib.import_module("matplotlib.ticker")
     figure.suptitle(title, fontsize=11)
     left, right = figure.subplots(1, 2)
     steps = [record["step"] for record in records]
     every = max(1, len(steps) // 10)
     for rule in records[-1]["rules"]:
         style = {**_STYLE.get(rule, {}), "markersize": 5, "markevery": every, "linewidth": 1.8, "alpha": 0.9}
-        changed = [100 * record["rules"][rule]["changed"] for record in records]
+        changed = [100 * record["rules"][rule]["changed"] or math.nan for record in records]  # no log of 0
         tracked = [record["rules"][rule]["tracked"] for record in records]
-        tracked = [float("nan") if value is None else value for value in tracked]
+        tracked = [math.nan if value is None else value for value in tracked]
         left.plot(steps, changed, label=_label(rule, changed[-1], "{:.2f}%"), **style)
         right.plot(steps, tracked, label=_label(rule, tracked[-1], "{:.3f}"), **style)
-    left.set(title="Traffic: served weights whose bits change in a step", ylabel="% of served weights", yscale="log")
+    left.set(title="Traffic: served weights whose bits change in a step", ylabel="% of served weights")
+    if any(measure["changed"] > 0 for record in records for measure in record["rules"].values()):
+        left.set_yscale("log")
+        left.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
+        left.yaxis.set_minor_formatter("{x:g}")
     left.yaxis.set_major_formatter("{x:g}")
-    left.yaxis.set_minor_formatter("{x:g}")
     right.axhline(1.0, color="0.55", linewidth=0.8, zorder=0)
     right.set(title="Tracking: share of the masters' displacement that is served", ylabel="<s, D> / |D|²")
     right.set_ylim(min(0.0, right.get_ylim()[0]), max(1.15, right.get_ylim()[1]))

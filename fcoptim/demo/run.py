@@ -31,7 +31,7 @@ def header(settings: Settings, parameters: int) -> dict[str, Any]:
         "kind": "header",
         "model": _MODEL,
         "parameters": parameters,
-        "settings": {**dataclasses.asdict(settings), "task_options": settings.options, "out": str(settings.out)},
+        "settings": {**dataclasses.asdict(settings), "out": str(settings.out)},
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
         "threads": torch.get_num_threads(),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -68,21 +68,20 @@ def run(settings: Settings, console: Console | None = None) -> int:
         size=settings.steps * settings.prompts,
         seed=settings.seed,
         shots=settings.shots,
-        options=settings.options,
+        options=settings.task_options,
     )
     try:
         with console.status(f"loading {_MODEL}"):
             model, tokenizer = load_smollm2()
             trainer = Trainer(model, tokenizer, task, settings)
     except KeyboardInterrupt:
-        console.print("interrupted while loading; nothing was written")
+        _say(console, "interrupted while loading; nothing was written")
         return INTERRUPTED
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    console.print(
+    _say(
+        console,
         f"{_MODEL}, {parameters / 1e6:.1f}M weights, loaded in {time.perf_counter() - began:.0f} s; task "
         f"{settings.task}, AdamW lr {settings.lr:g}, served by {settings.rounding}",
-        highlight=False,
-        soft_wrap=True,
     )
     return train_and_report(trainer, header(settings, parameters), console, began)
 
@@ -102,7 +101,7 @@ def train_and_report(trainer: Trainer, first: dict[str, Any], console: Console, 
     settings = trainer.settings
     folder = new_folder(settings.out)
     if folder != settings.out:
-        console.print(f"{settings.out} holds an earlier run; this one goes to {folder}", highlight=False, soft_wrap=True)
+        _say(console, f"{settings.out} holds an earlier run; this one goes to {folder}")
     records: list[dict[str, Any]] = []
     interrupted = False
     with Recorder(folder) as recorder:
@@ -115,17 +114,29 @@ def train_and_report(trainer: Trainer, first: dict[str, Any], console: Console, 
                     screen.add(record)
         except KeyboardInterrupt:
             interrupted = True
-        status = "interrupted" if interrupted else "complete"
-        last = {"kind": "end", "status": status, "steps": len(records), "seconds": time.perf_counter() - began}
-        recorder.write({**last, "steps_without_signal": without_signal(records)})
+        seconds = time.perf_counter() - began
+        recorder.write(
+            {
+                "kind": "end",
+                "status": "interrupted" if interrupted else "complete",
+                "steps": len(records),
+                "steps_without_signal": without_signal(records),
+                "seconds": seconds,
+            }
+        )
     if records:
         console.print(table([records[i] for i in pick(len(records), 8)], settings.rounding))
         task = f"{settings.task}, AdamW lr {settings.lr:g}"
         plot(records, folder / FIGURE, title=f"{_MODEL}, {task}: one master trajectory, four rules")
-    for line in _closing(records, settings, interrupted, last["seconds"]):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"results: {folder}", highlight=False, soft_wrap=True)
+    for line in _closing(records, settings, interrupted, seconds):
+        _say(console, line)
+    _say(console, f"results: {folder}")
     return INTERRUPTED if interrupted else 0
+
+
+def _say(console: Console, line: str) -> None:
+    """Print a line as it is: paths keep their brackets and are not wrapped."""
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def without_signal(records: Iterable[dict[str, Any]]) -> int:

@@ -17,7 +17,8 @@ Record = Mapping[str, Any]
 
 def _cell(measure: Mapping[str, float | None]) -> str:
     tracked = measure["tracked"]
-    return f"{100 * (measure['changed'] or 0):.2f}% / " + ("-" if tracked is None else f"{tracked:.3f}")
+    changed = 100 * (measure["changed"] or 0)
+    return f"{changed:.{2 if changed < 9.995 else 1}f}% / " + ("-" if tracked is None else f"{tracked:.3f}")
 
 
 def pick(count: int, most: int) -> list[int]:
@@ -35,7 +36,9 @@ def table(records: Sequence[Record], trained: str) -> Table:
         trained: The rule the policy is served by; marked in the heading.
     """
     title = "served weights changed in the step / share of the masters' displacement served"
-    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    made = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
+    )
     for heading in ("step", "reward", "signal"):
         made.add_column(heading, justify="right", no_wrap=True)
     for rule in records[0]["rules"] if records else ():
@@ -88,10 +91,10 @@ class Screen:
         self._records.append(record)
         self._bar.update(self._task, advance=1)
         if self._live is None:
-            self._console.print(plain(record, self._steps), soft_wrap=True, highlight=False)
+            self._console.print(plain(record, self._steps), soft_wrap=True, highlight=False, markup=False)
         else:
             room = max(4, min(12, self._console.height - 10))
-            self._live.update(Group(table(self._records[-room:], self._trained), self._bar))
+            self._live.update(Group(table(self._records[-room:], self._trained), self._bar), refresh=True)
 
     def __enter__(self) -> Screen:
         """Start the live display."""

@@ -31,7 +31,7 @@ def check_task(name: str) -> None:
     """
     names = task_names()
     if name not in names:
-        close = difflib.get_close_matches(name, names, n=5, cutoff=0.4) or [n for n in names if name in n]
+        close = difflib.get_close_matches(name.lower(), names, n=5, cutoff=0.4) or [n for n in names if name in n]
         hint = f"close matches: {', '.join(close)}" if close else f"there are {', '.join(names)}"
         raise ValueError(f"reasoning-gym has no dataset {name!r}; {hint}")
 

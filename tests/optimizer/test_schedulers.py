@@ -93,7 +93,9 @@ def test_masters_follow_the_schedule(cls, kind):
         advance(ours)
         advance(plain)
         rates.add(float(opt.param_groups[0]["lr"]))
-        assert_same(options(by_hand.optimizer), {k: v for k, v in options(opt).items() if k not in ("rounding", "seed")})
+        assert_same(
+            options(by_hand.optimizer), {k: v for k, v in options(opt).items() if k not in ("rounding", "seed", "lag")}
+        )
     for (name, master), expected in zip(opt.named_masters(), by_hand.masters):
         assert equal_bits(master, expected), name
     assert len(rates) > 1 and ours.get_last_lr() == plain.get_last_lr()
@@ -204,7 +206,7 @@ def test_it_is_a_torch_optimizer():
     _, opt = pair()
     assert isinstance(opt, torch.optim.Optimizer) and isinstance(opt.wrapped, torch.optim.AdamW)
     plain = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], **ADAM)
-    assert opt.defaults == {**plain.defaults, "rounding": "stochastic", "seed": 0}
+    assert opt.defaults == {**plain.defaults, "rounding": "stochastic", "seed": 0, "lag": None}
     text = repr(opt)
     for part in ("FairCastOptimizer(AdamW, storage=bfloat16)", "Parameter Group 0 (4 parameters)", "lr: 0.001"):
         assert part in text
