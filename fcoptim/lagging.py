@@ -20,6 +20,7 @@ def prepare(members: Iterable[Member]) -> None:
         members: Served by their last cast. Entries that fit already are left alone.
     """
     for member in members:
+        member = member.local
         lag = None if member.kept else lags.of_group(member.group)
         if lag is not None and not lag.fits(member.entry):
             lag.start(member.entry, member.master, member.param)
@@ -56,7 +57,7 @@ class Trials:
     @torch.no_grad()
     def cast(self, members: Iterable[Member]) -> None:
         """Serve trial masters."""
-        members = list(members)
+        members = [member.local for member in members]
         self.rewind(members)
         for member in members:
             if LAG in member.entry and id(member.param) not in self._begin:
@@ -67,6 +68,7 @@ class Trials:
     def rewind(self, members: Iterable[Member]) -> None:
         """Undo what trials did to the lags of these members."""
         for member in members:
+            member = member.local
             for key, value in self._begin.get(id(member.param), {}).items():
                 member.entry[key].copy_(value)
 
@@ -75,6 +77,7 @@ class Trials:
 def pull_masters(members: Iterable[Member]) -> None:
     """Pull masters toward their lagged copies as the last step left them, by the group's lr times the lag's pull."""
     for member in members:
+        member = member.local
         lag = lags.of_group(member.group)
         if lag is None or lag.pull == 0 or LAG not in member.entry:
             continue
@@ -97,6 +100,7 @@ def advance_and_cast(members: Iterable[Member], *, count_changes: bool = False) 
     direct: list[Member] = []
     merged: list[tuple[Member, Delay | DeadZone]] = []
     for member in members:
+        member = member.local
         lag = None if member.kept else lags.of_group(member.group)
         if lag is None:
             lags.drop(member.entry)
@@ -132,6 +136,7 @@ def _cast_and_merge(member: Member, lag: Delay | DeadZone, count_changes: bool) 
         key=member.key,
         count=member.casts,
         error_feedback=advanced,
+        start=member.place,
     )
     if isinstance(lag, Delay):
         param.copy_(lags.target(entry, member.master))
@@ -150,7 +155,7 @@ def _count_changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def recast_held(members: Iterable[Member]) -> None:
     """Cast masters afresh where a dead zone held weights that something else has written over."""
-    lost = [member for member in members if lags.kind_of(member.entry) == DeadZone.kind]
+    lost = [member.local for member in members if lags.kind_of(member.entry) == DeadZone.kind]
     for member in lost:
         lags.drop(member.entry)
     cast_members(lost, advance=True)
@@ -158,6 +163,6 @@ def recast_held(members: Iterable[Member]) -> None:
 
 
 def relink(member: Member) -> None:
-    """Let a dead zone's entry be the served weights again, after a load has put a copy there."""
+    """Let a local member's dead zone be the served weights again, after a load has put a copy there."""
     if lags.kind_of(member.entry) == DeadZone.kind:
         member.entry[LAG] = member.param.detach()

@@ -10,6 +10,7 @@ import torch
 
 from . import lag as lags
 from .cast import get_rule
+from .distributed.shards import placed_like
 from .masters import ACCUMULATOR, COUNT, MASTER, OWN_KEYS, Entry, Member, wrapped_part
 from .naming import canonical_name, is_positional
 
@@ -152,7 +153,7 @@ def load_entry(name: str, param: torch.Tensor, group: Group, saved: Mapping[str,
 
     def place(key: str, value: torch.Tensor) -> torch.Tensor:
         stays = key in (COUNT, lags.LAG_COUNT) or (key == "step" and not move_step)
-        return value.detach().clone() if stays else value.detach().to(param.device, copy=True)
+        return value.detach().clone() if stays else placed_like(value, param)
 
     return {key: _copied(key, value, place) for key, value in saved.items()}
 
@@ -167,8 +168,8 @@ def load_foreign_entry(param: torch.Tensor, group: Group, saved: Mapping[str, An
     def place(key: str, value: torch.Tensor) -> torch.Tensor:
         if key == "step":
             return value.detach().to(param.device, copy=True) if move_step else value.detach().clone()
-        dtype = torch.float32 if value.is_floating_point() else value.dtype
-        return value.detach().to(param.device, dtype, copy=True)
+        placed = placed_like(value, param)
+        return placed.to(torch.float32) if value.is_floating_point() else placed
 
     mine = {key: value for key, value in own.items() if key in OWN_KEYS}
     return {**mine, **{key: _copied(key, value, place) for key, value in saved.items()}}

@@ -14,13 +14,16 @@ import torch
 from torch import nn
 
 from . import lag as lags
-from .cast import cast_, get_rule, parameter_key, replay_, start_accumulator_
+from .cast import Runs, cast_, get_rule, parameter_key, replay_, start_accumulator_
+from .distributed.shards import LocalEntry, fits, is_sharded, local, place_of, placed_like
 
 MASTER = "master"
 COUNT = "cast_count"
 ACCUMULATOR = "error_feedback"
 GLOBAL = "wrapped_global"
 OWN_KEYS = frozenset({MASTER, COUNT, ACCUMULATOR, GLOBAL}) | lags.LAG_KEYS
+# What is shaped like the parameter, and sharded like it.
+_PLACED_KEYS = frozenset({MASTER, ACCUMULATOR, lags.LAG, lags.LAG_REST})
 
 Entry = dict[str, Any]
 
@@ -33,12 +36,22 @@ class Member(NamedTuple):
         param: The served parameter.
         entry: Its state entry, also while that is only captured.
         group: Its param group.
+        place: Where ``param`` lies in the unsharded parameter, as ``cast_`` takes it under ``start``.
     """
 
     name: str
     param: torch.Tensor
     entry: Entry
     group: dict[str, Any]
+    place: int | Runs = 0
+
+    @property
+    def local(self) -> Member:
+        """The same of this rank's part, if the parameter is sharded: what casts and lags work on."""
+        if not is_sharded(self.param):
+            return self
+        entry = LocalEntry(self.entry, self.param, _PLACED_KEYS)
+        return Member(self.name, local(self.param), entry, self.group, place_of(self.param))
 
     @property
     def kept(self) -> bool:
@@ -107,13 +120,15 @@ def new_entry(name: str, param: torch.Tensor, rounding: str, seed: int) -> Entry
         COUNT: torch.zeros((), dtype=torch.int64),
     }
     if get_rule(rounding).accumulates:
-        entry[ACCUMULATOR] = new_accumulator(entry[MASTER], parameter_key(seed, name))
+        accumulator_of(Member(name, param, entry, {"seed": seed}).local)
     return entry
 
 
-def new_accumulator(master: torch.Tensor, key: int) -> torch.Tensor:
-    """Make error-feedback accumulators for a master, started at the dither's hash."""
-    return start_accumulator_(torch.empty_like(master, dtype=torch.int16), key=key)
+def refit(entry: Entry, param: torch.Tensor) -> None:
+    """Lay an entry out like its parameter, where a framework has sharded or moved that since the entry was made."""
+    if MASTER in entry and not fits(entry[MASTER], param):
+        for key in _PLACED_KEYS & entry.keys():
+            entry[key] = placed_like(entry[key], param)
 
 
 @torch.no_grad()
@@ -132,6 +147,8 @@ def serve(members: Iterable[Member], storage: torch.dtype) -> None:
         param = member.param
         narrow = param.dtype is torch.bfloat16
         dtype = storage if not member.kept else torch.float32 if narrow else param.dtype
+        if is_sharded(param):
+            dtype = param.dtype  # the engine that shards it has settled that
         grad, param.grad = param.grad, None
         if param.dtype is not dtype:
             param.data = param.data.to(dtype)
@@ -145,7 +162,7 @@ def serve(members: Iterable[Member], storage: torch.dtype) -> None:
 def freeze(param: torch.Tensor, storage: torch.dtype) -> None:
     """Round a parameter that is not trained to the served grid, once and to nearest."""
     rounded = param.detach().to(torch.bfloat16)
-    if param.dtype is storage:
+    if param.dtype is storage or is_sharded(param):
         if param.dtype is not torch.bfloat16:
             param.copy_(rounded)
     else:
@@ -166,7 +183,7 @@ def cast_members(members: Iterable[Member], *, advance: bool, count_changes: boo
     by_rule: dict[str, list[Member]] = {}
     for member in members:
         if not member.kept:
-            by_rule.setdefault(member.group["rounding"], []).append(member)
+            by_rule.setdefault(member.group["rounding"], []).append(member.local)
     total: torch.Tensor | None = None
     for rounding, chosen in by_rule.items():
         if advance:
@@ -182,6 +199,7 @@ def cast_members(members: Iterable[Member], *, advance: bool, count_changes: boo
             key=[member.key for member in chosen],
             count=[member.casts for member in chosen],
             error_feedback=accumulators,
+            start=[member.place for member in chosen],
             changed=changed,
         )
         if changed is not None:
@@ -190,17 +208,19 @@ def cast_members(members: Iterable[Member], *, advance: bool, count_changes: boo
 
 
 def accumulator_of(member: Member) -> torch.Tensor:
-    """The member's accumulators, made now if its group has just been switched to error feedback."""
+    """The local member's accumulators; made now, at the dither's hash, if it has none yet."""
     found = member.entry.get(ACCUMULATOR)
     if found is None:
-        found = member.entry[ACCUMULATOR] = new_accumulator(member.master, member.key)
+        found = torch.empty_like(member.master, dtype=torch.int16)
+        start_accumulator_(found, key=member.key, start=member.place)
+        member.entry[ACCUMULATOR] = found
     accumulator: torch.Tensor = found
     return accumulator
 
 
 @torch.no_grad()
 def replayed(member: Member) -> torch.Tensor:
-    """What the last cast of a parameter wrote, made anew from its state, in the parameter's dtype."""
+    """What the last cast of a local member wrote, made anew from its state, in the parameter's dtype."""
     out = torch.empty_like(member.param)
     replay_(
         out,
@@ -209,6 +229,7 @@ def replayed(member: Member) -> torch.Tensor:
         key=member.key,
         count=member.casts,
         error_feedback=member.entry.get(ACCUMULATOR),
+        start=member.place,
     )
     return out
 
@@ -236,9 +257,10 @@ def widen_gradients(param: torch.Tensor) -> None:
         param.register_post_accumulate_grad_hook(_widen_hook)  # type: ignore[no-untyped-call]
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _widen_hook(param: torch.Tensor) -> None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return  # reducers own the gradient's dtype there
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and not is_sharded(param):
+        return  # DDP's reducer owns the gradient's dtype there
     if param.grad is not None and param.grad.dtype is torch.bfloat16:
         param.grad = param.grad.float()
 

@@ -21,6 +21,7 @@ from .masters import (
     cast_members,
     freeze,
     new_entry,
+    refit,
     replayed,
     same_bits,
     serve,
@@ -177,6 +178,7 @@ class FairCastOptimizer(torch.optim.Optimizer):
         if name not in captured:
             kept = name in self._shared.kept
             captured[name] = {} if kept else new_entry(name, param, group["rounding"], group["seed"])
+        refit(captured[name], param)
         return captured[name]
 
     def _frozen(self) -> list[torch.Tensor]:
@@ -319,6 +321,14 @@ class FairCastOptimizer(torch.optim.Optimizer):
                 "last cast, so the masters don't belong to them. Call opt.adopt_served_() to go on from the new "
                 "weights (masters := served), or opt.recast_() to drop them (served := cast of the masters)"
             )
+        rewritten = self._shared.watch.unconfirmed()
+        if rewritten:
+            warnings.warn(
+                "when the optimizer's state was loaded, the model held other weights than that state serves, in "
+                f"{len(rewritten)} parameters (for example {rewritten[0]!r}); they were rewritten from the state's "
+                "masters",
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def adopt_served_(self) -> None:
@@ -352,6 +362,7 @@ class FairCastOptimizer(torch.optim.Optimizer):
         for member in members:
             if member.kept:
                 continue
+            member = member.local
             served = replayed(member)
             if not same_bits(served, member.param):
                 differed.append(member.name)
@@ -442,7 +453,8 @@ class FairCastOptimizer(torch.optim.Optimizer):
 
         Parameters are matched by name where both sides have names. Tensors keep their dtype and are copied. A
         plain optimizer's state dict is taken too: masters stay what the current weights say, moments are loaded.
-        If the model holds other weights than the loaded masters serve, the masters win, and a warning says so.
+        If the model holds other weights than the loaded masters serve, the masters win. The next step warns of
+        that, unless the model's own weights were loaded in between and are the same.
 
         Args:
             state_dict: From ``state_dict()``, or from the wrapped class's own.
@@ -466,13 +478,7 @@ class FairCastOptimizer(torch.optim.Optimizer):
         members = self._members()
         self._shared.link.impose_options(self.param_groups)
         self._shared.link.push(members)
-        differed = self._restore_served(self._flat())
-        if differed:
-            warnings.warn(
-                f"the model's weights differ from those that the loaded optimizer state serves, in {len(differed)} "
-                f"parameters (for example {differed[0]!r}); they were rewritten from its masters",
-                stacklevel=2,
-            )
+        self._shared.watch.note_rewritten(self._restore_served(self._flat()))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -19,10 +19,12 @@ class Watch:
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, int]] = {}
         self._sums: dict[str, torch.Tensor] = {}
+        self._rewritten: dict[str, tuple[int, int]] = {}
 
     def remember(self, members: Iterable[Member]) -> None:
         """Note that these served weights are what their masters say."""
         for member in members:
+            member = member.local
             self._seen[member.name] = (id(member.param), member.param._version)
             self._sums.pop(member.name, None)
             if _is_held(member):
@@ -37,6 +39,7 @@ class Watch:
         """
         written = []
         for member in members:
+            member = member.local
             if member.kept or self._seen.get(member.name) == (id(member.param), member.param._version):
                 continue
             if self._is_ours(member):
@@ -45,6 +48,19 @@ class Watch:
                 written.append(member.name)
         return written
 
+    def note_rewritten(self, names: Iterable[str]) -> None:
+        """Note that a load found other weights in these parameters and rewrote them."""
+        self._rewritten = {name: self._seen[name] for name in names}
+
+    def unconfirmed(self) -> list[str]:
+        """Name, once, the rewritten parameters into which nobody has written the same weights since.
+
+        Some tools load the optimizer before the model; there the model's load confirms what was rewritten.
+        """
+        names = [name for name, seen in self._rewritten.items() if self._seen.get(name) == seen]
+        self._rewritten = {}
+        return names
+
     def _is_ours(self, member: Member) -> bool:
         remembered = self._sums.get(member.name)
         if remembered is not None and _is_held(member):
@@ -52,7 +68,7 @@ class Watch:
         return same_bits(replayed(member), member.param)
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_seen": {}, "_sums": {}}
+        return {"_seen": {}, "_sums": {}, "_rewritten": {}}
 
 
 def _is_held(member: Member) -> bool:

@@ -1,4 +1,4 @@
-"""Every Python snippet of the README and the docs runs, every command they show exists, every public name is documented."""
+"""README and docs: every Python snippet runs, every command shown exists, every public name is documented."""
 
 import re
 import shlex

@@ -2,12 +2,13 @@
 
 from .bits import parameter_key
 from .entry import cast_, replay_, start_accumulator_
-from .rules import RULES, Rounding, Rule, get_rule
+from .rules import RULES, Rounding, Rule, Runs, get_rule
 
 __all__ = [
     "RULES",
     "Rounding",
     "Rule",
+    "Runs",
     "cast_",
     "get_rule",
     "parameter_key",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +10,7 @@ import torch
 
 from . import cpu_kernel as kernel
 from .bits import TILE
-from .rules import ACCUMULATED, HASHED, Job
+from .rules import ACCUMULATED, HASHED, Job, Runs
 from .threads import run_shares
 
 # Less work than this, in bytes, is not worth another thread.
@@ -44,12 +42,14 @@ def cast_jobs(jobs: Sequence[Job], code: int, changed: torch.Tensor | None = Non
     Raises:
         ValueError: A job reaches beyond element ``2**62``.
     """
-    table, dims = _layout(jobs, code)
+    table, dims, owners = _layout(jobs, code)
     # Each element is read once and written once; accumulators both.
-    weights = [job.master.numel() * (4 + job.served.element_size() + (4 if code == ACCUMULATED else 0)) for job in jobs]
-    threads = max(1, min(torch.get_num_threads(), sum(weights) // _GRAIN))
-    counts = np.zeros((threads, len(jobs)), dtype=np.int64)
-    cuts = [_cut(jobs, weights, part, threads) for part in range(threads + 1)]
+    widths = np.where(table[:, kernel.FLAGS] & kernel.WIDE, 8, 6) + (4 if code == ACCUMULATED else 0)
+    weights = np.cumsum(table[:, kernel.NUMEL] * widths)
+    total = int(weights[-1]) if len(weights) else 0
+    threads = max(1, min(torch.get_num_threads(), total // _GRAIN))
+    counts = np.zeros((threads, len(table)), dtype=np.int64)
+    cuts = [_cut(table, weights, part, threads) for part in range(threads + 1)]
     shares = [_Share(*begin, *end, row) for begin, end, row in zip(cuts, cuts[1:], counts)]
 
     def work(share: _Share) -> None:
@@ -60,30 +60,41 @@ def cast_jobs(jobs: Sequence[Job], code: int, changed: torch.Tensor | None = Non
 
     run_shares(work, shares)
     if changed is not None:
-        changed.copy_(torch.from_numpy(counts.sum(axis=0)))
+        of_jobs = np.zeros(len(jobs), dtype=np.int64)
+        np.add.at(of_jobs, owners, counts.sum(axis=0))
+        changed.copy_(torch.from_numpy(of_jobs))
 
 
-def _cut(jobs: Sequence[Job], weights: Sequence[int], part: int, parts: int) -> tuple[int, int]:
-    """Find the job, and the tile of that job, at which a share begins if all are equally heavy.
+def _cut(table: kernel.Table, ends: kernel.Table, part: int, parts: int) -> tuple[int, int]:
+    """Find the row, and the tile of that row, at which a share begins if all are equally heavy.
 
-    Tiles are counted from the one in which the job begins.
+    Args:
+        table: The rows.
+        ends: Weight of all rows up to and including each.
+        part: The share's number.
+        parts: How many shares there are.
+
+    Returns:
+        The row and the tile, counted from the one in which the row begins.
     """
     if part in (0, parts):
-        return (len(jobs) if part else 0), 0
-    ends = list(accumulate(weights))
-    target = ends[-1] * part // parts
-    number = bisect_right(ends, target)
-    job = jobs[number]
-    element = (target - ends[number] + weights[number]) * job.master.numel() // weights[number]
-    return number, (job.start + element) // TILE - job.start // TILE
+        return (len(table) if part else 0), 0
+    target = int(ends[-1]) * part // parts
+    number = int(np.searchsorted(ends, target, side="right"))
+    before = int(ends[number - 1]) if number else 0
+    numel, start = int(table[number, kernel.NUMEL]), int(table[number, kernel.START])
+    element = (target - before) * numel // (int(ends[number]) - before)
+    return number, (start + element) // TILE - start // TILE
 
 
-def _layout(jobs: Sequence[Job], code: int) -> tuple[kernel.Table, kernel.Table]:
-    """Lay out the two tables that ``cpu_kernel.cast_share`` takes."""
+def _layout(jobs: Sequence[Job], code: int) -> tuple[kernel.Table, kernel.Table, kernel.Table]:
+    """Lay out the two tables that ``cpu_kernel.cast_share`` takes, and name the job of each row of the first."""
     rows: list[tuple[int, ...]] = []
     dims: list[_Dim] = []
     for served, master, keys, start, accumulator in jobs:
         numel = master.numel()
+        if isinstance(start, Runs):
+            start = 0  # see _spread
         if start + numel > 1 << 62:
             raise ValueError(f"a job must end below element 2**62; start is {start}, size {numel}")
         flags = kernel.WIDE if served.dtype is torch.float32 else 0
@@ -96,10 +107,27 @@ def _layout(jobs: Sequence[Job], code: int) -> tuple[kernel.Table, kernel.Table]
         address = 0 if accumulator is None else accumulator.data_ptr()
         rows.append((served.data_ptr(), master.data_ptr(), address, numel, start, *keys, flags, len(dims), len(own)))
         dims += own
-    return (
-        np.array(rows, dtype=np.int64).reshape(len(rows), kernel.COLUMNS),
-        np.array(dims, dtype=np.int64).reshape(len(dims), kernel.DIM_COLUMNS),
-    )
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), kernel.COLUMNS)
+    table, owners = _spread(table, jobs)
+    return table, np.array(dims, dtype=np.int64).reshape(len(dims), kernel.DIM_COLUMNS), owners
+
+
+def _spread(table: kernel.Table, jobs: Sequence[Job]) -> tuple[kernel.Table, kernel.Table]:
+    """Give every run of a job that has several a row of its own, and name the job of each row."""
+    lengths = [len(job.start.starts) if isinstance(job.start, Runs) else 1 for job in jobs]
+    owners = np.repeat(np.arange(len(jobs)), lengths)
+    if len(owners) == len(jobs):
+        return table, owners
+    table = table[owners]
+    first = 0
+    for job, length in zip(jobs, lengths):
+        if isinstance(job.start, Runs):
+            own = table[first : first + length]
+            own[:, kernel.SERVED] += job.start.offsets * job.served.element_size()
+            own[:, kernel.MASTER] += job.start.offsets * 4
+            own[:, kernel.NUMEL], own[:, kernel.START] = job.start.lengths, job.start.starts
+        first += length
+    return table, owners
 
 
 def _dims(served: torch.Tensor, master: torch.Tensor, accumulator: torch.Tensor, *, ordered: bool) -> list[_Dim]:

@@ -330,7 +330,7 @@ def _cast_part(
     lane: int,
     begin: int,
     n: int,
-) -> int:
+) -> _Word:
     """Cast the elements ``begin .. begin + n`` of a job, which lie in one tile; return how many changed."""
     flags = row[FLAGS]
     master = row[MASTER] + 4 * begin
@@ -353,7 +353,8 @@ def _cast_part(
     if flags & ACCUMULATOR_WALKS:
         _walk(_SCATTER16, accumulator, row[ACCUMULATOR], dims, ACCUMULATOR_STRIDE, index, begin, n)
     if flags & SERVED_WALKS:
-        return _walk(_WIDEN if flags & WIDE else _SCATTER16, out, row[SERVED], dims, SERVED_STRIDE, index, begin, n)
+        kind = _WIDEN if flags & WIDE else _SCATTER16
+        return _walk(kind, out, row[SERVED], dims, SERVED_STRIDE, index, begin, n)
     if flags & WIDE:
         return _settle_wide(out, served, n)
     return _settle(out, served, n) if counted else 0

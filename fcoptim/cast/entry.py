@@ -9,7 +9,7 @@ import torch
 
 from . import reference
 from .bits import stream_keys
-from .rules import Job, Rule, get_rule
+from .rules import HASHED, Job, Rule, Runs, get_rule
 
 _T = TypeVar("_T")
 
@@ -22,7 +22,7 @@ def cast_(
     key: int | Sequence[int],
     count: int | Sequence[int],
     error_feedback: torch.Tensor | Sequence[torch.Tensor] | None = None,
-    start: int | Sequence[int] = 0,
+    start: int | Runs | Sequence[int | Runs] = 0,
     changed: torch.Tensor | None = None,
 ) -> None:
     """Write the bf16 rounding of fp32 masters into served tensors, in place.
@@ -39,7 +39,8 @@ def cast_(
         count: Which cast of the parameter this is, from 0. Only ``"stochastic"`` draws new bits by it.
         error_feedback: int16 accumulators of the same shape, needed (and updated) by ``"error_feedback"``
             alone; start them with ``start_accumulator_``.
-        start: Index, in the unsharded parameter, of the first element. Default 0.
+        start: Index, in the unsharded parameter, of the first element; a shard that is not one run of the parameter
+            gives its ``Runs``. Default 0.
         changed: int64 of shape ``(number of tensors,)`` on the same device, overwritten with how many served
             values changed bits. Costs one read of ``served``. Default None: not counted.
 
@@ -61,7 +62,7 @@ def cast_(
         torch.autograd.graph.increment_version([job.served for job in chosen])
 
 
-def start_accumulator_(error_feedback: torch.Tensor, *, key: int, start: int = 0) -> torch.Tensor:
+def start_accumulator_(error_feedback: torch.Tensor, *, key: int, start: int | Runs = 0) -> torch.Tensor:
     """Fill an accumulator with the dither's hash, so that the elements of a tensor are out of phase.
 
     Accumulators that start equal make all weights cross the grid together: late first, then too far.
@@ -69,13 +70,15 @@ def start_accumulator_(error_feedback: torch.Tensor, *, key: int, start: int = 0
     Args:
         error_feedback: int16, any shape and stride. Written.
         key: The parameter's 64-bit key.
-        start: Index, in the unsharded parameter, of the first element. Default 0.
+        start: As in ``cast_``. Default 0.
 
     Returns:
         ``error_feedback``.
     """
     if error_feedback.dtype is not torch.int16:
         raise TypeError(f"error_feedback must be int16, got {error_feedback.dtype}")
+    if isinstance(start, Runs) and start.numel != error_feedback.numel():
+        raise ValueError(f"start has runs of {start.numel} elements, error_feedback {error_feedback.numel()} elements")
     reference.fill_dither_(error_feedback, stream_keys(key, 0), start)
     return error_feedback
 
@@ -88,6 +91,7 @@ def replay_(
     key: int,
     count: int,
     error_feedback: torch.Tensor | None = None,
+    start: int | Runs = 0,
 ) -> None:
     """Write the served values of the *last* cast again, from what a checkpoint holds, changing no state.
 
@@ -101,9 +105,10 @@ def replay_(
         key: The parameter's 64-bit key.
         count: The count of that cast.
         error_feedback: The accumulators as that cast left them. Not written.
+        start: As in ``cast_``. Default 0.
     """
     if not get_rule(rounding).accumulates:
-        cast_(served, master, rounding=rounding, key=key, count=count)
+        cast_(served, master, rounding=rounding, key=key, count=count, start=start)
         return
     if error_feedback is None:
         raise ValueError("rounding='error_feedback' needs its accumulators to replay a cast; got None")
@@ -127,7 +132,7 @@ def _make_jobs(
     key: int | Sequence[int],
     count: int | Sequence[int],
     error_feedback: torch.Tensor | Sequence[torch.Tensor] | None,
-    start: int | Sequence[int],
+    start: int | Runs | Sequence[int | Runs],
 ) -> list[Job]:
     targets = [served] if isinstance(served, torch.Tensor) else list(served)
     if isinstance(master, torch.Tensor) != isinstance(served, torch.Tensor):
@@ -143,12 +148,27 @@ def _make_jobs(
         accumulators = list(_as_list(error_feedback, len(targets), "error_feedback"))
     jobs = []
     for target, source, k, c, s, accumulator in zip(targets, masters, keys, counts, starts, accumulators):
-        if not (0 <= k < 1 << 64 and c >= 0 and 0 <= s < 1 << 61):
+        if isinstance(s, Runs):
+            s = _check_runs(s, rule, target, source)
+        if not (0 <= k < 1 << 64 and c >= 0 and (isinstance(s, Runs) or 0 <= s < 1 << 61)):
             raise ValueError(f"key must lie in [0, 2**64), count be >= 0, start in [0, 2**61); got {k}, {c}, {s}")
         _check_tensors(target, source, accumulator)
         keys_of_cast = stream_keys(k, c if rule.counts else 0)
         jobs.append(Job(target.detach(), source.detach(), keys_of_cast, s, accumulator))
     return jobs
+
+
+def _check_runs(runs: Runs, rule: Rule, served: torch.Tensor, master: torch.Tensor) -> int | Runs:
+    """Return what ``start`` comes to: runs only where the rule looks at indices and there are several."""
+    if runs.numel != master.numel():
+        raise ValueError(f"start has runs of {runs.numel} elements, master {master.numel()} elements")
+    if rule.code != HASHED or len(runs.starts) < 2:
+        return int(runs.starts[0]) if len(runs.starts) else 0
+    if runs.end > 1 << 61:
+        raise ValueError(f"runs must end below element 2**61, got {runs.end}")
+    if not (served.is_contiguous() and master.is_contiguous()):
+        raise ValueError("a shard of several runs must be contiguous, served and master; call contiguous() on them")
+    return runs
 
 
 def _check_tensors(served: torch.Tensor, master: torch.Tensor, accumulator: torch.Tensor | None) -> None:
@@ -166,7 +186,7 @@ def _check_tensors(served: torch.Tensor, master: torch.Tensor, accumulator: torc
             raise ValueError(f"{name} has shape {tuple(other.shape)}, served {tuple(served.shape)}")
         if other.device != served.device:
             raise ValueError(f"{name} is on {other.device}, served on {served.device}")
-    for name, tensor in [("served", served)] + others[1:]:
+    for name, tensor in [("served", served), *others[1:]]:
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride())):
             raise ValueError(f"{name} is an expanded tensor, whose elements share memory; pass a copy of it")
     same_memory = served.untyped_storage().data_ptr() == master.untyped_storage().data_ptr()

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from . import gpu_kernel as kernel
 from .bits import TILE
-from .rules import ACCUMULATED, HASHED, NEAREST, Job
+from .rules import ACCUMULATED, HASHED, NEAREST, Job, Runs
 
 # 128 threads of 8 elements make half a tile; the served bf16 values of a thread are then 128 bits.
 _THREADS = 128
@@ -55,7 +55,7 @@ class _Place(NamedTuple):
     served: int
     master: int
     accumulator: int
-    start: int
+    start: int | Runs
     wide: bool
     shape: tuple[int, ...]
     strides: tuple[tuple[int, ...], ...] | None
@@ -186,7 +186,13 @@ def _plan(places: tuple[_Place, ...]) -> _Plan:
 
 
 def _pieces(number: int, place: _Place) -> Iterator[tuple[list[int], _Layout]]:
-    """Yield a job's rows of the table, one unless it is huge, each with its sizes and strides."""
+    """Yield a job's rows of the table, one unless it is huge or has runs, each with its sizes and strides."""
+    if isinstance(place.start, Runs):
+        runs, size = place.start, 4 if place.wide else 2
+        for start, length, offset in zip(runs.starts.tolist(), runs.lengths.tolist(), runs.offsets.tolist()):
+            served, master = place.served + size * offset, place.master + 4 * offset
+            yield from _pieces(number, place._replace(served=served, master=master, start=start, shape=(length,)))
+        return
     numel = math.prod(place.shape)
     if place.start + numel > 1 << 62:
         raise ValueError(f"a job must end below element 2**62; start is {place.start}, size {numel}")
@@ -213,8 +219,9 @@ def _flags(place: _Place) -> int:
     Tiles begin at multiples of 2,048 of the whole parameter, hence 16-byte aligned exactly if its element 0
     would be, were it there.
     """
-    sizes = (4 if place.wide else 2, 4, 2)
-    begins = [address - place.start * size for address, size in zip(place[:3], sizes) if address]
+    assert isinstance(place.start, int)
+    start, sizes = place.start, (4 if place.wide else 2, 4, 2)
+    begins = [address - start * size for address, size in zip(place[:3], sizes) if address]
     aligned = place.strides is None and all(begin % 16 == 0 for begin in begins)
     return (kernel.WIDE if place.wide else 0) | (kernel.ALIGNED if aligned else 0)
 

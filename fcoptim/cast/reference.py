@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from .bits import dither_bits
-from .rules import ACCUMULATED, HASHED, NEAREST, Job
+from .rules import ACCUMULATED, HASHED, NEAREST, Job, Runs, index_of
 
 _CHUNK = 1 << 18
 _LARGEST = 0x7F7F
@@ -80,7 +80,7 @@ def _cast_chunk(job: Job, code: int, first: int, last: int) -> int:
     if code == NEAREST:
         d = 0x7FFF + (hi & 1)
     elif code == HASHED:
-        d = dither_bits(job.keys, local + job.start)
+        d = dither_bits(job.keys, job.index(first, last))
     else:
         assert code == ACCUMULATED and job.accumulator is not None
         d = torch.take(job.accumulator, local).to(torch.int64) & 0xFFFF
@@ -92,11 +92,12 @@ def _cast_chunk(job: Job, code: int, first: int, last: int) -> int:
     return int(changed.sum())
 
 
-def fill_dither_(accumulator: torch.Tensor, keys: tuple[int, int], start: int) -> None:
+def fill_dither_(accumulator: torch.Tensor, keys: tuple[int, int], start: int | Runs) -> None:
     """Overwrite int16 accumulators with the 16 dither bits of their elements."""
     for first in range(0, accumulator.numel(), _CHUNK):
-        local = torch.arange(first, min(first + _CHUNK, accumulator.numel()), device=accumulator.device)
-        accumulator.put_(local, _as_signed16(dither_bits(keys, local + start)))
+        last = min(first + _CHUNK, accumulator.numel())
+        local = torch.arange(first, last, device=accumulator.device)
+        accumulator.put_(local, _as_signed16(dither_bits(keys, index_of(start, first, last, accumulator.device))))
 
 
 def rewind(accumulator: torch.Tensor, master: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ def test_calls_from_several_threads():
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_can_cast():
-    """Threads don't survive a fork; the child makes its own. (torch's own do hang there: numpy compares.)"""
+    """Threads don't survive a fork; the child makes its own. Torch's own do hang there: numpy compares."""
     master = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
     served = torch.empty_like(master, dtype=torch.bfloat16)
     cast_(served, master, rounding="dither", key=1, count=0)

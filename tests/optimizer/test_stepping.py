@@ -394,7 +394,7 @@ def test_spectral_norm(old):
     """Field report 26: spectral norm says why it can't be bf16 and what to do, and that works."""
     make = nn.utils.spectral_norm if old else nn.utils.parametrizations.spectral_norm
     layer = make(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="spectral_norm.*pass storage='float32'"):
+    with pytest.raises(ValueError, match=r"spectral_norm.*pass storage='float32'"):
         FairCastOptimizer(nn.Sequential(layer), torch.optim.SGD, lr=0.1)
     opt = FairCastOptimizer(layer, torch.optim.SGD, lr=0.1, storage="float32")
     start = weights(opt)
@@ -470,8 +470,8 @@ def test_a_group_changes_its_rule_while_training(after):
     for (name, master), param in zip(opt.named_masters(), model.parameters()):
         assert within_one_ulp(param.detach(), master), name
     other_model, other = pair("nearest")
-    with pytest.warns(UserWarning, match="rewritten"):
-        other.load_state_dict(opt.state_dict())
+    other.load_state_dict(opt.state_dict())
+    other_model.load_state_dict(model.state_dict())
     train(opt, model, range(5, 7))
     train(other, other_model, range(5, 7))
     assert_same(weights(opt), weights(other))
@@ -515,7 +515,9 @@ def test_non_finite_gradients(mode, with_closure, bad):
         return opt.step(poison if with_closure else None)
 
     if mode == "raise":
-        with pytest.raises(FloatingPointError, match=r"gradient of '2\.weight' is not finite; the step changed nothing"):
+        with pytest.raises(
+            FloatingPointError, match=r"gradient of '2\.weight' is not finite; the step changed nothing"
+        ):
             step()
     else:
         loss = step()

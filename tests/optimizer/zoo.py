@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +181,7 @@ def matches_by_hand(case: Case, steps: int = 5) -> None:
         assert not torch.equal(before, after), f"{case}: {name} did not move"
 
 
-@lru_cache(maxsize=None)
+@cache
 def verdict(library: str, cls: type[Optimizer]) -> str:
     """How a class fares: what it needs, or why it is refused at construction. Runs it."""
     case = base_case(library, cls)
@@ -201,7 +201,9 @@ def table() -> str:
     for library, cls in sorted(discover(), key=lambda found: (found[0], found[1].__name__.lower())):
         said = verdict(library, cls)
         works = not said.startswith("refused: ")
-        lines.append(f"| `{cls.__name__}` | {library} | {'yes' if works else 'no'} | {said.removeprefix('refused: ')} |")
+        lines.append(
+            f"| `{cls.__name__}` | {library} | {'yes' if works else 'no'} | {said.removeprefix('refused: ')} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,1 @@
+"""Many processes: sharded parameters (DTensors), agreement between ranks, global figures, gradient reduction."""
