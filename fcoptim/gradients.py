@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from .distributed.census import Census
+from .distributed.shards import local
 from .masters import Member
 
 ON_NONFINITE = ("allow", "skip", "raise")
@@ -41,7 +43,7 @@ def nonfinite(members: Sequence[Member]) -> list[str]:
     """Name the parameters whose gradient holds an infinity or a NaN.
 
     The largest magnitude of each gradient is taken in one pass without a temporary, and all are looked at
-    together, so a GPU is waited for once.
+    together, so a GPU is waited for once. Of sharded parameters every rank learns what any rank finds.
 
     Args:
         members: Members with or without a gradient.
@@ -51,11 +53,12 @@ def nonfinite(members: Sequence[Member]) -> list[str]:
         grad = member.param.grad
         if grad is None:
             continue
-        values = grad.coalesce().values() if grad.is_sparse else grad
-        if values.numel():
-            norms.append(torch.linalg.vector_norm(values.detach(), ord=float("inf")).float().reshape(()))
-            names.append(member.name)
+        values = grad.coalesce().values() if grad.is_sparse else local(grad.detach())
+        largest = values.new_zeros(()) if not values.numel() else torch.linalg.vector_norm(values, ord=float("inf"))
+        norms.append(largest.float().reshape(()))
+        names.append(member.name)
     if not norms:
         return []
-    finite = torch.isfinite(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    return [name for name, good in zip(names, finite.tolist()) if not good]
+    bad = ~torch.isfinite(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    found = Census(member.param for member in members).largest(bad.to(torch.int32))
+    return [name for name, is_bad in zip(names, found.tolist()) if is_bad]

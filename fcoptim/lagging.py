@@ -9,7 +9,7 @@ import torch
 from . import lag as lags
 from .cast import cast_, get_rule
 from .lag import LAG, LAG_KEYS, DeadZone, Delay
-from .masters import COUNT, Entry, Member, accumulator_of, cast_members
+from .masters import COUNT, Changes, Entry, Member, accumulator_of, cast_members
 
 
 @torch.no_grad()
@@ -87,7 +87,7 @@ def pull_masters(members: Iterable[Member]) -> None:
 
 
 @torch.no_grad()
-def advance_and_cast(members: Iterable[Member], *, count_changes: bool = False) -> torch.Tensor | None:
+def advance_and_cast(members: Iterable[Member], *, count_changes: bool = False) -> Changes:
     """Move the lags of members whose masters have moved, and cast the targets.
 
     Args:
@@ -113,12 +113,12 @@ def advance_and_cast(members: Iterable[Member], *, count_changes: bool = False) 
             merged.append((member, lag))
         else:
             direct.append(member)
-    total = cast_members(direct, advance=True, count_changes=count_changes)
+    changes = cast_members(direct, advance=True, count_changes=count_changes)
     for member, lag in merged:
         changed = _cast_and_merge(member, lag, count_changes)
         if changed is not None:
-            total = changed if total is None else total + changed.to(total.device)
-    return total
+            changes.append(([member.name], changed.reshape(1)))
+    return changes
 
 
 def _cast_and_merge(member: Member, lag: Delay | DeadZone, count_changes: bool) -> torch.Tensor | None:

@@ -26,6 +26,8 @@ OWN_KEYS = frozenset({MASTER, COUNT, ACCUMULATOR, GLOBAL}) | lags.LAG_KEYS
 _PLACED_KEYS = frozenset({MASTER, ACCUMULATOR, lags.LAG, lags.LAG_REST})
 
 Entry = dict[str, Any]
+# Names of parameters, and how many served values of each a cast changed.
+Changes = list[tuple[list[str], torch.Tensor]]
 
 
 class Member(NamedTuple):
@@ -169,7 +171,7 @@ def freeze(param: torch.Tensor, storage: torch.dtype) -> None:
         param.data = rounded.to(storage)
 
 
-def cast_members(members: Iterable[Member], *, advance: bool, count_changes: bool = False) -> torch.Tensor | None:
+def cast_members(members: Iterable[Member], *, advance: bool, count_changes: bool = False) -> Changes:
     """Cast targets (masters, or their lagged copies) to served weights, one ``cast_`` call for each rule.
 
     Args:
@@ -178,13 +180,13 @@ def cast_members(members: Iterable[Member], *, advance: bool, count_changes: boo
         count_changes: Whether to count the served values whose bits change.
 
     Returns:
-        The number of changed values, a 0-d int64 tensor on the device of the first member, or None.
+        How many served values of each member changed on this rank; nothing if nobody asked.
     """
     by_rule: dict[str, list[Member]] = {}
     for member in members:
         if not member.kept:
             by_rule.setdefault(member.group["rounding"], []).append(member.local)
-    total: torch.Tensor | None = None
+    changes: Changes = []
     for rounding, chosen in by_rule.items():
         if advance:
             for member in chosen:
@@ -203,8 +205,8 @@ def cast_members(members: Iterable[Member], *, advance: bool, count_changes: boo
             changed=changed,
         )
         if changed is not None:
-            total = changed.sum() if total is None else total + changed.sum().to(total.device)
-    return total
+            changes.append(([member.name for member in chosen], changed))
+    return changes
 
 
 def accumulator_of(member: Member) -> torch.Tensor:

@@ -6,16 +6,20 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
 from . import gradients, lagging, loading, setup
 from . import lag as lags
+from .distributed.agreement import Group
+from .distributed.say import BF16_GRADIENTS, FP32_SHARDS, say_once
+from .distributed.shards import is_sharded, mark_of
 from .link import OWN_OPTIONS, Link, OptimizerLike
 from .masters import (
     MASTER,
+    Changes,
     Entry,
     Member,
     cast_members,
@@ -32,7 +36,7 @@ from .naming import Parameters, canonical_name
 from .stats import CastStats, measure
 from .stepping import Closure, run_step
 from .watch import Watch
-from .weights import Weights, master_state_dict, masters_shown, served_state_dict
+from .weights import Weights, master_state_dict, masters_shown, served_state_dict, served_stream
 
 
 @dataclass
@@ -50,7 +54,7 @@ class _Shared:
         on_nonfinite: What a step does about a non-finite gradient.
         captured: State entries by name, until the first step completes ``state``.
         watch: Knows which served weights are ours.
-        changed: How many served values the last step changed.
+        changed: How many served values the last step changed, by parameter.
         skipped_steps: Steps left out for a non-finite gradient.
         showing_masters: Whether ``masters_as_weights`` is active.
     """
@@ -62,7 +66,7 @@ class _Shared:
     on_nonfinite: str
     captured: dict[str, Entry]
     watch: Watch = field(default_factory=Watch)
-    changed: torch.Tensor | None = None
+    changed: Changes | None = None
     skipped_steps: int = 0
     showing_masters: bool = False
 
@@ -92,6 +96,9 @@ class FairCastOptimizer(torch.optim.Optimizer):
         on_nonfinite: What a step does about an infinite or NaN gradient: ``"allow"`` (default, as torch),
             ``"skip"`` (nothing changes; counted in ``cast_stats``) or ``"raise"`` (nothing changes). With a
             closure, its first evaluation is looked at.
+        process_group: With ``torch.distributed``, the ranks that train these parameters and are checked to agree on
+            arguments and weights: ``"default"`` (all), a process group, or None for no check. All of them have to
+            construct the optimizer together. Sharded parameters are checked over their mesh.
         **optimizer_kwargs: For the optimizer's class.
 
     Raises:
@@ -110,18 +117,20 @@ class FairCastOptimizer(torch.optim.Optimizer):
         storage: str = "bfloat16",
         keep_fp32: Sequence[str] | str = (),
         on_nonfinite: str = "allow",
+        process_group: Group = "default",
         **optimizer_kwargs: Any,
     ) -> None:
         if isinstance(optimizer, FairCastOptimizer):
             raise ValueError("this optimizer is a FairCastOptimizer already; wrap the plain one")
         setup.check_options(rounding, seed, storage, on_nonfinite, gradients.ON_NONFINITE)
         module = model if isinstance(model, nn.Module) else None
+        patterns = [keep_fp32] if isinstance(keep_fp32, str) else list(keep_fp32)
+        groups = setup.read_groups(model, optimizer, optimizer_kwargs)
+        kept = setup.kept_names(module, groups, patterns, storage == "bfloat16")
+        asked, storage = storage, setup.choose_storage(module, groups, kept, storage)
         narrow = storage == "bfloat16"
         if module is not None:
             setup.refuse_modules(module, narrow)
-        patterns = [keep_fp32] if isinstance(keep_fp32, str) else list(keep_fp32)
-        groups = setup.read_groups(model, optimizer, optimizer_kwargs)
-        kept = setup.kept_names(module, groups, patterns, narrow)
         plan = setup.make_plan(groups, optimizer, optimizer_kwargs, kept, rounding, seed, lags.as_options(lag))
         wrapped = plan.link.wrapped
         own = {"rounding": rounding, "seed": seed, "lag": lags.as_options(lag)}
@@ -131,12 +140,12 @@ class FairCastOptimizer(torch.optim.Optimizer):
         self._start(self._members())
         for param in self._frozen():
             freeze(param, self._shared.storage)
-        if torch.distributed.is_available() and torch.distributed.is_initialized() and narrow:
-            warnings.warn(
-                "torch.distributed is initialised, so gradients keep the parameters' bfloat16 (its reducers can't "
-                "take fp32 gradients of bf16 parameters); use storage='float32' to accumulate and reduce in fp32",
-                stacklevel=2,
-            )
+        masters = [member.master for member in self._flat()]
+        setup.check_ranks(self.param_groups, masters, wrapped, storage, process_group)
+        if asked != storage:
+            say_once(FP32_SHARDS)
+        elif narrow and any(not is_sharded(member.param) for member in self._flat()):
+            say_once(BF16_GRADIENTS)
 
     # ------------------------------------------------------------- what is trained
 
@@ -171,14 +180,18 @@ class FairCastOptimizer(torch.optim.Optimizer):
 
     def _entry(self, name: str, param: torch.Tensor, group: dict[str, Any]) -> Entry:
         """A parameter's state entry; made from its weights where a framework has swapped the parameter."""
-        if param in self.state:
-            entry: Entry = self.state[param]
+        entry: Entry | None = self.state.get(param)
+        if entry:  # just to read a missing entry of torch's `state` leaves an empty one
             return entry
         captured = self._shared.captured
         if name not in captured:
             kept = name in self._shared.kept
             captured[name] = {} if kept else new_entry(name, param, group["rounding"], group["seed"])
+        was_sharded = is_sharded(captured[name].get(MASTER))
         refit(captured[name], param)
+        if is_sharded(param) and not was_sharded and param.dtype is not self._shared.storage:
+            self._shared.storage = param.dtype
+            say_once(FP32_SHARDS)
         return captured[name]
 
     def _frozen(self) -> list[torch.Tensor]:
@@ -338,6 +351,7 @@ class FairCastOptimizer(torch.optim.Optimizer):
         """
         members = self._flat()
         for member in members:
+            member = member.local
             if not member.kept:
                 member.master.copy_(member.param)
                 lags.drop(member.entry)
@@ -392,11 +406,11 @@ class FairCastOptimizer(torch.optim.Optimizer):
         members = [member for group in groups for member in group]
         shared.link.exchange_options(self.param_groups)
         shared.link.push(groups)
-        before = [member.master._version for member in members]
+        before = [mark_of(member.master) for member in members]
         getattr(shared.link.wrapped, mode)()
         shared.link.pull(groups)
         shared.link.return_options(self.param_groups)
-        moved = [member for member, version in zip(members, before) if member.master._version != version]
+        moved = [member for member, version in zip(members, before) if mark_of(member.master) != version]
         moved = [member for member in moved if lags.kind_of(member.entry) is None]
         cast_members(moved, advance=True)
         shared.watch.remember(moved)
@@ -416,19 +430,33 @@ class FairCastOptimizer(torch.optim.Optimizer):
         """
         return master_state_dict(self._shared.model, self._flat())
 
-    def served_state_dict(self) -> Weights:
+    @overload
+    def served_state_dict(self, *, full: Literal[False] = False) -> Weights: ...
+
+    @overload
+    def served_state_dict(self, *, full: Literal[True]) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    def served_state_dict(self, *, full: bool = False) -> Weights | Iterator[tuple[str, torch.Tensor]]:
         """The model's state dict with served weights in bf16, for a rollout engine.
 
+        Args:
+            full: Whether to gather sharded parameters. Default False.
+
         Returns:
-            By name. Nothing is copied, except where parameters have fp32 storage.
+            By name. Nothing is copied, except where parameters have fp32 storage; sharded ones are DTensors. With
+            ``full=True`` an iterator of names and full tensors, for ``engine.load_weights``: each is gathered, in
+            bf16, when its turn comes, and only one exists at a time if the consumer keeps none. All ranks have to
+            iterate together.
         """
-        return served_state_dict(self._shared.model, self._flat(), self._frozen())
+        stream = served_stream if full else served_state_dict
+        return stream(self._shared.model, self._flat(), self._frozen())
 
     @contextmanager
     def masters_as_weights(self) -> Iterator[None]:
         """Show the fp32 model: within the with block the model's parameters hold the masters themselves.
 
-        For evaluation; ``step`` refuses to run inside. Frozen parameters are widened for as long.
+        For evaluation; ``step`` refuses to run inside. Frozen parameters are widened for as long. Sharded
+        parameters show their masters where they have fp32 storage; FSDP2's own mixed precision still rounds them.
         """
         shared = self._shared
         if shared.showing_masters:
@@ -439,6 +467,7 @@ class FairCastOptimizer(torch.optim.Optimizer):
                 yield
         finally:
             shared.showing_masters = False
+            shared.watch.remember(member for member in self._flat() if is_sharded(member.param))
 
     def cast_stats(self) -> CastStats:
         """Figures about the last cast, measured now from masters and served weights."""

@@ -14,6 +14,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from . import lag as lags
 from .cast import get_rule
+from .distributed.agreement import Group, bits_of, check_agreement
+from .distributed.shards import is_sharded
 from .link import Link, OptimizerLike, check_wrappable, make_wrapped
 from .masters import Entry, check_convertible, new_entry, statistics_modules
 from .naming import NamedGroup, Parameters, canonical_name, matches, name_by_model, named_groups
@@ -52,6 +54,67 @@ def check_options(rounding: str, seed: int, storage: str, on_nonfinite: str, all
         raise ValueError(f"storage must be 'bfloat16' or 'float32', got {storage!r}")
     if on_nonfinite not in allowed:
         raise ValueError(f"on_nonfinite must be one of {', '.join(map(repr, allowed))}, got {on_nonfinite!r}")
+
+
+def choose_storage(model: nn.Module | None, groups: Iterable[NamedGroup], kept: frozenset[str], storage: str) -> str:
+    """What the storage comes to where an engine has sharded parameters already, in a dtype that can't be changed.
+
+    Args:
+        model: The model, or None.
+        groups: The parameters to train.
+        kept: Names to serve in fp32.
+        storage: What was asked for.
+
+    Returns:
+        ``"float32"`` where fp32 DTensors are found, else ``storage``.
+
+    Raises:
+        ValueError: A bf16 DTensor is to hold fp32.
+    """
+    named = [pair for group in groups for pair in zip(group.names, group.params)]
+    if model is not None:
+        named += [(canonical_name(name), param) for name, param in model.named_parameters()]
+    found = {name: param.dtype for name, param in named if is_sharded(param) and param.is_floating_point()}
+    for name, dtype in found.items():
+        if dtype is torch.bfloat16 and (storage == "float32" or name in kept):
+            what = "storage='float32'" if storage == "float32" else "keep_fp32"
+            raise ValueError(
+                f"parameter {name!r} is a bfloat16 DTensor, whose dtype can't be changed any more, but {what} asks for "
+                "fp32; call model.float() before it is sharded"
+            )
+    return "float32" if any(dtype is torch.float32 for name, dtype in found.items() if name not in kept) else storage
+
+
+def check_ranks(
+    groups: Sequence[dict[str, Any]],
+    masters: Sequence[torch.Tensor],
+    wrapped: torch.optim.Optimizer,
+    storage: str,
+    group: Group,
+) -> None:
+    """Refuse to train where ranks would drift apart; see ``check_agreement``.
+
+    Args:
+        groups: Our param groups.
+        masters: Their masters.
+        wrapped: The wrapped optimizer.
+        storage: The storage, as chosen.
+        group: The ranks to compare with.
+    """
+    shapes = [
+        (name, tuple(param.shape)) for own in groups for name, param in zip(own["param_names"], own["params"])
+    ]
+    facts = {
+        "another parameter list": shapes,
+        "another rounding rule": [own["rounding"] for own in groups],
+        "another seed": [own["seed"] for own in groups],
+        "another lag": [own["lag"] for own in groups],
+        "another storage": storage,
+        "another optimizer": type(wrapped).__name__,
+    }
+    if group is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        facts["other weights"] = bits_of(masters)
+    check_agreement(facts, masters, group)
 
 
 def read_groups(parameters: Parameters, optimizer: OptimizerLike, kwargs: dict[str, Any]) -> list[NamedGroup]:

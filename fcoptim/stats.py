@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .masters import Member
+from .distributed.census import Census
+from .masters import Changes, Member
 
 _CHUNK = 1 << 20
 
@@ -37,32 +38,32 @@ class CastStats:
 
 
 @torch.no_grad()
-def measure(members: Iterable[Member], changed: torch.Tensor | None, skipped_steps: int) -> CastStats:
-    """Compare served weights with their masters, chunk by chunk.
+def measure(members: Iterable[Member], changed: Changes | None, skipped_steps: int) -> CastStats:
+    """Compare served weights with their masters, chunk by chunk, over all ranks that share them.
 
     Args:
         members: All members; those kept in fp32 are passed over.
-        changed: How many served values the last cast changed, or None.
+        changed: How many served values the last step changed, by parameter, or None before the first.
         skipped_steps: Handed on.
     """
-    elements = finite = saturated = bad = 0
-    total = squares = 0.0
-    for member in members:
-        if member.kept:
-            continue
-        elements += member.master.numel()
+    chosen = [member for member in members if not member.kept]
+    census = Census(member.param for member in chosen)
+    here = {member.name: member.local for member in chosen if census.counts(member.param)}
+    moved = sum(
+        int(counts[[number for number, name in enumerate(names) if name in here]].sum())
+        for names, counts in changed or []
+    )
+    sums = torch.tensor([sum(member.master.numel() for member in here.values()), moved, 0, 0, 0, 0, 0]).double()
+    for member in here.values():
         served, master = member.param.detach().reshape(-1), member.master.reshape(-1)
         for first in range(0, master.numel(), _CHUNK):
             figures = _chunk(served[first : first + _CHUNK], master[first : first + _CHUNK])
-            finite += figures[0]
-            total += figures[1]
-            squares += figures[2]
-            saturated += figures[3]
-            bad += figures[4]
-    share = math.nan if changed is None or not elements else int(changed) / elements
+            sums[2:] += torch.tensor(figures, dtype=torch.float64)
+    elements, moved, finite, total, squares, saturated, bad = census.total(sums).tolist()
+    share = math.nan if changed is None or not elements else moved / elements
     mean = total / finite if finite else math.nan
     rms = math.sqrt(squares / finite) if finite else math.nan
-    return CastStats(elements, share, mean, rms, saturated, bad, skipped_steps)
+    return CastStats(int(elements), share, mean, rms, int(saturated), int(bad), skipped_steps)
 
 
 def _chunk(served: torch.Tensor, master: torch.Tensor) -> tuple[int, float, float, int, int]:

@@ -10,7 +10,7 @@ import torch
 
 from . import gradients, lagging
 from .link import Link
-from .masters import Member
+from .masters import Changes, Member
 
 Closure = Callable[[], Any]
 
@@ -24,14 +24,14 @@ class Outcome:
         stepped: Whether anything was stepped at all.
         nonfinite: Names of parameters for whose gradients the step was left out.
         cast: The members that were cast.
-        changed: How many served values that changed, 0-d, or None.
+        changed: How many served values that changed, by parameter.
     """
 
     loss: Any = None
     stepped: bool = False
     nonfinite: Sequence[str] = ()
     cast: Sequence[Member] = ()
-    changed: torch.Tensor | None = None
+    changed: Changes | None = None
 
 
 class _Abandoned(Exception):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from . import lag as lags
+from .distributed.shards import mark_of
 from .masters import Member, replayed, same_bits
 
 
@@ -17,15 +18,15 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[int, int]] = {}
+        self._seen: dict[str, tuple[int, ...]] = {}
         self._sums: dict[str, torch.Tensor] = {}
-        self._rewritten: dict[str, tuple[int, int]] = {}
+        self._rewritten: dict[str, tuple[int, ...]] = {}
 
     def remember(self, members: Iterable[Member]) -> None:
         """Note that these served weights are what their masters say."""
         for member in members:
+            self._seen[member.name] = mark_of(member.param)
             member = member.local
-            self._seen[member.name] = (id(member.param), member.param._version)
             self._sums.pop(member.name, None)
             if _is_held(member):
                 self._sums[member.name] = _sum_of_bits(member.param)
@@ -39,10 +40,9 @@ class Watch:
         """
         written = []
         for member in members:
-            member = member.local
-            if member.kept or self._seen.get(member.name) == (id(member.param), member.param._version):
+            if member.kept or self._seen.get(member.name) == mark_of(member.param):
                 continue
-            if self._is_ours(member):
+            if self._is_ours(member.local):
                 self.remember([member])
             else:
                 written.append(member.name)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from .distributed.shards import full, is_sharded, local
 from .masters import Member
 
 Weights = dict[str, torch.Tensor]
@@ -35,6 +36,17 @@ def served_state_dict(model: nn.Module | None, members: Sequence[Member], frozen
     return {name: memo.get(id(value), value) for name, value in _named_values(model)}
 
 
+def served_stream(
+    model: nn.Module | None, members: Sequence[Member], frozen: Sequence[torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what ``served_state_dict`` holds, with each sharded tensor gathered when its turn comes."""
+    narrow = {id(member.param) for member in members if not member.kept} | {id(param) for param in frozen}
+    named = ((member.name, member.param) for member in members) if model is None else _named_values(model)
+    for name, value in named:
+        served = value.detach().to(torch.bfloat16) if id(value) in narrow else value.detach()
+        yield name, full(served)
+
+
 def _named_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The entries of ``model.state_dict()``: parameters and buffers as the objects they are, under saved names."""
     yield from model.state_dict(keep_vars=True).items()
@@ -42,14 +54,34 @@ def _named_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def masters_shown(members: Sequence[Member], frozen: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let parameters hold their masters, and frozen ones an fp32 copy, for the length of a with block."""
+    """Let parameters hold their masters, and frozen ones an fp32 copy, for the length of a with block.
+
+    The memory of sharded parameters belongs to the engine that gathers them, so masters are copied into it.
+
+    Raises:
+        NotImplementedError: A sharded parameter has bf16 storage.
+    """
     shown = [(member.param, member.master) for member in members if not member.kept]
-    shown += [(param, param.detach().float()) for param in frozen]
-    saved = [(param, param.data) for param, _ in shown]
+    for param, _ in shown:
+        if is_sharded(param) and param.dtype is not torch.float32:
+            raise NotImplementedError(
+                "bfloat16 DTensors can't show fp32 masters: what shards them gathers bf16. Shard fp32 parameters, "
+                "whose storage is then 'float32', or load opt.master_state_dict() into an fp32 model"
+            )
+    shown += [(param, param.detach().float()) for param in frozen if not is_sharded(param)]
+    saved = [(param, local(param).clone() if is_sharded(param) else param.data) for param, _ in shown]
     try:
         for param, value in shown:
-            param.data = value
+            _show(param, local(value))
         yield
     finally:
         for param, value in saved:
-            param.data = value
+            _show(param, value)
+
+
+@torch.no_grad()
+def _show(param: torch.Tensor, value: torch.Tensor) -> None:
+    if is_sharded(param):
+        local(param).copy_(value)
+    else:
+        param.data = value

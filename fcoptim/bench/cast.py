@@ -10,6 +10,7 @@ import torch
 from ..cast import RULES, cast_, parameter_key, reference, start_accumulator_
 from ..cast.bits import stream_keys
 from ..cast.rules import Job
+from .table import print_table
 from .timing import interleaved
 
 COPY = "served.copy_(master)"
@@ -171,15 +172,22 @@ def run(elements: int = 64 << 20, threads: int | None = None, device: str = "cpu
 
 def main(elements: int = 64 << 20, threads: int | None = None, device: str = "cpu", rounds: int = 9) -> None:
     """Run the benchmark and print its table; see ``run`` for the arguments."""
-    from rich.console import Console
-    from rich.table import Table
-
     rows = run(elements, threads, device, rounds)
     used = f"{threads or torch.get_num_threads()} threads, " if device == "cpu" else ""
-    table = Table(title=f"Casting fp32 masters to bf16 ({device}, {used}torch {torch.__version__})")
-    for heading in ("workload", "cast", "ms", "x copy", "x copy, best", "bytes/element", "GB/s"):
-        table.add_column(heading, justify="left" if heading in ("workload", "cast") else "right")
-    for row in rows:
-        figures = (f"{row.milliseconds:.2f}", f"{row.ratio:.2f}", f"{row.best_ratio:.2f}")
-        table.add_row(row.workload, row.name, *figures, str(row.bytes_per_element), f"{row.gigabytes_per_second:.1f}")
-    Console().print(table)
+    print_table(
+        f"Casting fp32 masters to bf16 ({device}, {used}torch {torch.__version__})",
+        ("workload", "cast", "ms", "x copy", "x copy, best", "bytes/element", "GB/s"),
+        [
+            (
+                row.workload,
+                row.name,
+                f"{row.milliseconds:.2f}",
+                f"{row.ratio:.2f}",
+                f"{row.best_ratio:.2f}",
+                str(row.bytes_per_element),
+                f"{row.gigabytes_per_second:.1f}",
+            )
+            for row in rows
+        ],
+        texts=2,
+    )

@@ -14,6 +14,8 @@ How it is cut, and why:
   aren't written, and as the accumulators from before are ``(w + a) - w``.
 - Counting needs the old and the new bits, so the new ones go to a buffer, from which one loop compares them
   with the served tile and stores them.
+- Making the hash words is arithmetic alone, and memory would stand idle meanwhile. So it is cut into parts, and
+  before each part some lines of the next tile are prefetched (a prefetch past the end of memory does nothing).
 - Tensors with strides are copied to a buffer tile by tile, and back.
 
 All integers are unsigned and of fixed width, and every intermediate is cast back to it: numba computes with 64
@@ -30,6 +32,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import int64, types, uint16, uint32
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .bits import GOLDEN32, HALF, MIX32_A, MIX32_B, TILE
@@ -52,6 +55,8 @@ SIZE, SERVED_STRIDE, MASTER_STRIDE, ACCUMULATOR_STRIDE, DIM_COLUMNS = range(5)
 # A thread's buffer in bytes: hash words, masters, accumulators, served bits; and room to align it.
 _HASHES, _MASTERS, _ACCUMULATORS, _RESULTS = 0, 4 * HALF, 4 * (HALF + TILE), 4 * (HALF + TILE) + 2 * TILE
 _ALIGN = 64
+# A cache line in bytes, and in how many parts a tile's hash words are made.
+_LINE, _PARTS = 64, 16
 BUFFER = 4 * (HALF + TILE) + 4 * TILE + _ALIGN
 
 _GATHER32, _GATHER16, _SCATTER16, _WIDEN = range(4)
@@ -109,8 +114,28 @@ def _accessors(kind: types.Integer) -> tuple[Any, Any]:
     return load, store
 
 
+def _prefetcher(write: int) -> Any:
+    """Make ``prefetch(address)``, which asks for a cache line to read, or to write."""
+    level_one, of_data = 3, 1
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def prefetch(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+            flags = (ir.Constant(flag, value) for value in (write, level_one, of_data))
+            builder.call(function, [builder.inttoptr(args[0], byte), *flags])
+            return context.get_dummy_value()
+
+        return types.void(types.int64), generate
+
+    return prefetch
+
+
 _load16, _store16 = _accessors(types.uint16)
 _load32, _store32 = _accessors(types.uint32)
+_prefetch_to_read, _prefetch_to_write = _prefetcher(0), _prefetcher(1)
 
 
 @_compiled
@@ -127,6 +152,48 @@ def _fill_hashes(hashes: int, word: int, key0: int, key1: int, n: int) -> None:
     for i in range(n):
         x = uint32(uint32(word + uint32(i)) ^ key0)
         _store32(hashes, i, _mix32(uint32(_mix32(x) + key1)))
+
+
+@_compiled
+def _prefetch_part(address: int, width: int, part: int, write: bool) -> None:
+    """Ask for one of the ``_PARTS`` of a tile whose elements have ``width`` bytes."""
+    size = width * TILE // _PARTS
+    for line in range(size // _LINE):
+        if write:
+            _prefetch_to_write(address + size * part + _LINE * line)
+        else:
+            _prefetch_to_read(address + size * part + _LINE * line)
+
+
+@_compiled
+def _hash_tile(
+    hashes: int, word: int, keys: tuple[int, int], lane: int, n: int, master: int, served: int, width: int
+) -> None:
+    """Write the hash words that ``n`` elements from lane ``lane`` of a tile need.
+
+    Args:
+        hashes: Address of the tile's hash words.
+        word: Number of its first word.
+        keys: Both keys.
+        lane: The first element's place in the tile.
+        n: How many elements.
+        master: Address of the next tile's masters, to prefetch during a whole tile.
+        served: Likewise of its served values.
+        width: Bytes of a served value.
+    """
+    if n == TILE:
+        words = HALF // _PARTS
+        for part in range(_PARTS):
+            _prefetch_part(master, 4, part, False)
+            _prefetch_part(served, width, part, True)
+            _fill_hashes(hashes + 4 * words * part, uint32(word + uint32(words * part)), keys[0], keys[1], words)
+        return
+    end = lane + n
+    low = max(min(end, HALF) - lane, 0)
+    # Words: those of the lanes in both halves, or all between where the part covers some of each.
+    first = 0 if low > 0 and low < n else lane % HALF
+    last = min(end, HALF) if low == n else (HALF if low > 0 else end - HALF)
+    _fill_hashes(hashes + 4 * first, uint32(word + uint32(first)), keys[0], keys[1], last - first)
 
 
 @_compiled
@@ -205,21 +272,14 @@ def _special(code: int, master: int, accumulator: int, hashes: int, out: int, la
 
 
 @_compiled
-def _cast_tile(
-    code: int, master: int, accumulator: int, hashes: int, out: int, word: int, keys: tuple[int, int], lane: int, n: int
-) -> None:
+def _cast_tile(code: int, master: int, accumulator: int, hashes: int, out: int, lane: int, n: int) -> None:
     """Cast ``n`` elements of a tile from its lane ``lane`` on; see ``_special`` for the arguments."""
     if code == NEAREST:
         peak = _nearest(master, out, n)
     elif code == ACCUMULATED:
         peak = _accumulated(master, accumulator, out, n)
     else:
-        end = lane + n
-        low = max(min(end, HALF) - lane, 0)
-        # Words: those of the lanes in both halves, or all between where the part covers some of each.
-        first = 0 if low > 0 and low < n else lane % HALF
-        last = min(end, HALF) if low == n else (HALF if low > 0 else end - HALF)
-        _fill_hashes(hashes + 4 * first, uint32(word + uint32(first)), keys[0], keys[1], last - first)
+        low = max(min(lane + n, HALF) - lane, 0)
         peak = uint32(0)
         if low > 0:
             peak = _hashed_low(master, hashes + 4 * lane, out, low)
@@ -335,7 +395,9 @@ def _cast_part(
     flags = row[FLAGS]
     master = row[MASTER] + 4 * begin
     accumulator = row[ACCUMULATOR] + 2 * begin
-    served = row[SERVED] + (4 if flags & WIDE else 2) * begin
+    width = 4 if flags & WIDE else 2
+    served = row[SERVED] + width * begin
+    hashes = buffer + _HASHES
     out = buffer + _RESULTS if counted or flags & (WIDE | SERVED_WALKS) else served
     if flags & MASTER_WALKS:
         master = buffer + _MASTERS
@@ -344,11 +406,16 @@ def _cast_part(
         accumulator = buffer + _ACCUMULATORS
         _walk(_GATHER16, accumulator, row[ACCUMULATOR], dims, ACCUMULATOR_STRIDE, index, begin, n)
 
-    # Rule 4 of bits.py: a word number's high half goes into both keys; it is the same all over a tile.
-    word = tile * HALF
-    high = uint32(word >> 32)
-    keys = (uint32(uint32(row[KEY0]) ^ _mix32(high)), uint32(uint32(row[KEY1]) + uint32(high * _GOLDEN)))
-    _cast_tile(code, master, accumulator, buffer + _HASHES, out, uint32(word), keys, lane, n)
+    if code == HASHED:
+        # Rule 4 of bits.py: a word number's high half goes into both keys; it is the same all over a tile.
+        word = tile * HALF
+        high = uint32(word >> 32)
+        keys = (uint32(uint32(row[KEY0]) ^ _mix32(high)), uint32(uint32(row[KEY1]) + uint32(high * _GOLDEN)))
+        _hash_tile(hashes, uint32(word), keys, lane, n, master + 4 * n, served + width * n, width)
+    elif out != served:
+        for part in range(_PARTS):
+            _prefetch_part(served + width * n, width, part, True)
+    _cast_tile(code, master, accumulator, hashes, out, lane, n)
 
     if flags & ACCUMULATOR_WALKS:
         _walk(_SCATTER16, accumulator, row[ACCUMULATOR], dims, ACCUMULATOR_STRIDE, index, begin, n)

@@ -80,7 +80,7 @@ def _cast_chunk(job: Job, code: int, first: int, last: int) -> int:
     if code == NEAREST:
         d = 0x7FFF + (hi & 1)
     elif code == HASHED:
-        d = dither_bits(job.keys, job.index(first, last))
+        d = dither_bits(job.keys, job.indices(first, last))
     else:
         assert code == ACCUMULATED and job.accumulator is not None
         d = torch.take(job.accumulator, local).to(torch.int64) & 0xFFFF

@@ -111,7 +111,7 @@ class Job(NamedTuple):
     start: int | Runs
     accumulator: torch.Tensor | None
 
-    def index(self, first: int, last: int) -> torch.Tensor:
+    def indices(self, first: int, last: int) -> torch.Tensor:
         """Indices in the unsharded parameter, int64, of the elements ``first <= i < last`` in logical order."""
         return index_of(self.start, first, last, self.master.device)
 

@@ -38,6 +38,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def mark_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Another after every write that torch sees: identities and version counters, for a DTensor also the local part's.
+
+    Operations on a DTensor raise its own counter only.
+    """
+    part = local(tensor)
+    mark = (id(tensor), tensor._version)
+    return mark if part is tensor else (*mark, id(part), part._version)
+
+
 def place_of(tensor: torch.Tensor) -> int | Runs:
     """Where the local part lies in the whole, as ``cast_`` takes it under ``start``.
 
@@ -54,8 +64,8 @@ def place_of(tensor: torch.Tensor) -> int | Runs:
     held = where.numel if isinstance(where, Runs) else None
     if held is not None and held != local(tensor).numel():
         raise ValueError(
-            f"a DTensor of shape {tuple(tensor.shape)} on mesh {tuple(mesh.shape)} with {tensor.placements} should hold "
-            f"{held} elements on this rank, but holds {local(tensor).numel()}"
+            f"a DTensor of shape {tuple(tensor.shape)} on mesh {tuple(mesh.shape)} with {tensor.placements} should "
+            f"hold {held} elements on this rank, but holds {local(tensor).numel()}"
         )
     return where
 
@@ -129,6 +139,17 @@ def _shifted(placement: Any, dims: int) -> Any:
     factor = getattr(placement, "split_factor", None)
     dim = placement.dim + dims
     return type(placement)(dim) if factor is None else type(placement)(dim, split_factor=factor)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a DTensor, gathered on every rank, which all ranks have to do together; any other tensor as it is."""
+    if not is_sharded(tensor):
+        return tensor
+    if tensor.dtype is not torch.int16:
+        return tensor.full_tensor()
+    # Neither NCCL nor gloo sends int16; bits travel as bfloat16 just as well.
+    bits = wrapped_like(local(tensor).view(torch.bfloat16), tensor)
+    return full(bits).view(torch.int16)
 
 
 def fits(tensor: torch.Tensor, param: torch.Tensor) -> bool:
