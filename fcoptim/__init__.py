@@ -4,6 +4,7 @@
 """
 
 from .cast import cast_, parameter_key, start_accumulator_
+from .configured import FairCastAdamW, FairCastMuon, FairCastSGD
 from .exporter import Exporter
 from .optimizer import FairCastOptimizer, unwrap
 from .stats import CastStats
@@ -13,7 +14,10 @@ __version__ = "0.1.0"
 __all__ = [
     "CastStats",
     "Exporter",
+    "FairCastAdamW",
+    "FairCastMuon",
     "FairCastOptimizer",
+    "FairCastSGD",
     "cast_",
     "parameter_key",
     "start_accumulator_",

@@ -118,6 +118,21 @@ def bench_cast(elements: Elements = 64 << 20, threads: Threads = None, device: D
         main(elements, threads, device)
 
 
+@bench.command("distributed")
+def bench_distributed(
+    ranks: Annotated[int, typer.Option(help="Processes.")] = 2,
+    width: Annotated[int, typer.Option(help="Width of the model's layers.")] = 256,
+    layers: Annotated[int, typer.Option(help="Layers before the last one.")] = 4,
+    rounding: Annotated[str, typer.Option(help="Rounding rule.")] = "stochastic",
+    steps: Annotated[int, typer.Option(help="Timed steps.")] = 5,
+) -> None:
+    """Count the bytes that ranks communicate in a step under DDP and FSDP2, and which of them are fcoptim's."""
+    with _one_line_errors():
+        from .bench.distributed import main
+
+        main(ranks, width, layers, rounding, steps)
+
+
 @app.command()
 def version() -> None:
     """Print the versions of fcoptim and torch."""

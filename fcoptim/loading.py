@@ -52,6 +52,14 @@ def read_state(
     return new_groups, entries
 
 
+def own_members(members: Sequence[Sequence[Member]], state_dict: Mapping[str, Any]) -> list[Member]:
+    """The members whose very masters a state dict holds: it is the optimizer's own, not one that was saved."""
+    held = {
+        id(saved[MASTER]) for saved in state_dict["state"].values() if isinstance(saved, Mapping) and MASTER in saved
+    }
+    return [member for group in members for member in group if not member.kept and id(member.master) in held]
+
+
 def is_complete(entries: Iterable[Entry]) -> bool:
     """Whether entries hold more than what construction captures, so that they belong into ``state``.
 

@@ -34,7 +34,7 @@ from .masters import (
 )
 from .naming import Parameters, canonical_name
 from .stats import CastStats, measure
-from .stepping import Closure, run_step
+from .stepping import Closure, every_lr_is_zero, run_step
 from .watch import Watch
 from .weights import Weights, master_state_dict, masters_shown, served_state_dict, served_stream
 
@@ -299,10 +299,12 @@ class FairCastOptimizer(torch.optim.Optimizer):
             raise RuntimeError("step() inside masters_as_weights(): leave the with block first")
         groups = self._members()
         members = [member for group in groups for member in group]
-        self._check_served(members)
+        shared.link.exchange_options(self.param_groups)
+        # Distributed checkpoint steps with every lr at 0 after it has loaded the model: that moves and casts nothing.
+        if not every_lr_is_zero(self.wrapped):
+            self._check_served(members)
         for member in members:
             widen_gradients(member.param)
-        shared.link.exchange_options(self.param_groups)
         outcome = run_step(shared.link, groups, closure, shared.on_nonfinite != "allow")
         if outcome.nonfinite:
             self._report_nonfinite(outcome.nonfinite)
@@ -494,7 +496,12 @@ class FairCastOptimizer(torch.optim.Optimizer):
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        groups, entries = loading.read_state(self.param_groups, self._members(), state_dict)
+        present = self._members()
+        groups, entries = loading.read_state(self.param_groups, present, state_dict)
+        # Weights that a framework has loaded into the model before it passes our own state through its loader
+        # (accelerate's prepare does) are not ours to undo; the next step or load sees what they are.
+        owned = loading.own_members(present, state_dict)
+        ahead = set(self._shared.watch.foreign(owned))
         lags.keep_live(self.param_groups, groups)
         self.param_groups[:] = groups
         self.state.clear()
@@ -507,7 +514,8 @@ class FairCastOptimizer(torch.optim.Optimizer):
         members = self._members()
         self._shared.link.impose_options(self.param_groups)
         self._shared.link.push(members)
-        self._shared.watch.note_rewritten(self._restore_served(self._flat()))
+        restored = [member for member in self._flat() if member.name not in ahead]
+        self._shared.watch.note_rewritten(self._restore_served(restored))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

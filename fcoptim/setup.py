@@ -14,7 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from . import lag as lags
 from .cast import get_rule
-from .distributed.agreement import Group, bits_of, check_agreement
+from .distributed.agreement import WEIGHTS, Group, bits_of, check_agreement
 from .distributed.shards import is_sharded
 from .link import Link, OptimizerLike, check_wrappable, make_wrapped
 from .masters import Entry, check_convertible, new_entry, statistics_modules
@@ -111,10 +111,18 @@ def check_ranks(
         "another lag": [own["lag"] for own in groups],
         "another storage": storage,
         "another optimizer": type(wrapped).__name__,
+        "other options": [_comparable(own) for own in groups],
     }
     if group is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        facts["other weights"] = bits_of(masters)
+        facts[WEIGHTS] = bits_of(masters)
     check_agreement(facts, masters, group)
+
+
+def _comparable(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's options that say the same on every rank if they are the same."""
+    plain = (bool, int, float, str, tuple, type(None))
+    known = ("params", "param_names", "rounding", "seed", "lag")
+    return {key: value for key, value in sorted(group.items()) if key not in known and isinstance(value, plain)}
 
 
 def read_groups(parameters: Parameters, optimizer: OptimizerLike, kwargs: dict[str, Any]) -> list[NamedGroup]:

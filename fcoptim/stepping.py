@@ -95,7 +95,7 @@ def run_step(link: Link, groups: Sequence[Sequence[Member]], closure: Closure | 
     """
     members = [member for group in groups for member in group]
     link.push(groups)
-    evaluation = _Evaluation(closure, members, check_finite, _every_lr_is_zero(link.wrapped))
+    evaluation = _Evaluation(closure, members, check_finite, every_lr_is_zero(link.wrapped))
     try:
         if closure is None:
             evaluation()
@@ -111,7 +111,7 @@ def run_step(link: Link, groups: Sequence[Sequence[Member]], closure: Closure | 
     # bits although no master moved.
     moving = list(evaluation.moving.values())
     evaluation.trials.rewind(moving)
-    if _every_lr_is_zero(link.wrapped):
+    if every_lr_is_zero(link.wrapped):
         return Outcome(loss=loss, stepped=True)
     lagging.pull_masters(moving)
     # A lag that was switched off ends here for every parameter, also for those that have no gradient.
@@ -120,7 +120,7 @@ def run_step(link: Link, groups: Sequence[Sequence[Member]], closure: Closure | 
     return Outcome(loss=loss, stepped=True, cast=moved, changed=changed)
 
 
-def _every_lr_is_zero(wrapped: torch.optim.Optimizer) -> bool:
+def every_lr_is_zero(wrapped: torch.optim.Optimizer) -> bool:
     """Tell without waiting for a device; a tensor elsewhere counts as not zero."""
     rates = [group.get("lr") for group in wrapped.param_groups]
     on_host = [rate for rate in rates if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"]

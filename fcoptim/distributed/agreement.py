@@ -14,6 +14,7 @@ from .census import Census
 from .shards import is_sharded
 
 Group = dist.ProcessGroup | str | None
+WEIGHTS = "other weights"
 
 
 def check_agreement(facts: Mapping[str, object], params: Sequence[torch.Tensor], group: Group) -> None:
@@ -109,10 +110,11 @@ def _differences(names: Sequence[str], ranks: Sequence[int], rows: Sequence[Sequ
 def _message(differing: Mapping[int, Sequence[str]], facts: Mapping[str, object]) -> str:
     said = "; ".join(f"rank {rank} has {' and '.join(what)}" for rank, what in list(differing.items())[:4])
     more = f"; and {len(differing) - 4} more ranks" if len(differing) > 4 else ""
-    named = list(dict.fromkeys(name for what in differing.values() for name in what))
+    named = dict.fromkeys(name for what in differing.values() for name in what if name != WEIGHTS)
     own = ", ".join(f"{name.removeprefix('another ').removeprefix('other ')}: {facts[name]!r:.120}" for name in named)
+    here = f"On this rank ({dist.get_rank()}) {own}. " if own else ""
     return (
-        f"the ranks don't agree, so their weights would drift apart: {said}{more}. On this rank ({dist.get_rank()}) "
-        f"{own}. Construct FairCastOptimizer with the same arguments and weights on every rank; where ranks are meant "
-        "to train other parameters, pass process_group=their group, or None to leave this check out"
+        f"the ranks don't agree, so their weights would drift apart: {said}{more}. {here}Construct FairCastOptimizer "
+        "with the same arguments and weights on every rank; where ranks are meant to train other parameters, pass "
+        "process_group=their group, or None to leave this check out"
     )

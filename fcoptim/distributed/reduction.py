@@ -1,14 +1,13 @@
 """How DDP averages the gradients of bf16 parameters."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-def reduce_in_fp32(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def reduce_in_fp32(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average gradients over ranks in fp32: a communication hook for ``DistributedDataParallel``.
 
     DDP reduces in the parameters' dtype, so bf16 sums are rounded at every addition and in a large world small

@@ -110,6 +110,11 @@ def _held(
     return [index.numpy() for index in held]
 
 
+def held_by(tensor: DTensor, coordinate: tuple[int, ...]) -> list[_Index]:
+    """For each dimension the indices, in ascending order, that the rank at a place of the mesh holds of a DTensor."""
+    return _held(tuple(tensor.shape), tuple(tensor.device_mesh.shape), coordinate, tuple(tensor.placements))
+
+
 def _on_first_dimension(placement: Any) -> tuple[Any, int]:
     """A placement that splits dimension 0 as this one splits its own, and which that is."""
     factor = getattr(placement, "split_factor", None)
@@ -142,7 +147,7 @@ def _shifted(placement: Any, dims: int) -> Any:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor, gathered on every rank, which all ranks have to do together; any other tensor as it is."""
+    """The whole of a DTensor, gathered on every rank by all of them together; any other tensor as it is."""
     if not is_sharded(tensor):
         return tensor
     if tensor.dtype is not torch.int16:

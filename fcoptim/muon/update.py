@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
 
+from ..distributed.shards import is_sharded, local
+from . import sharded
 from .options import ADAMW, group_coefficients
 from .orthogonalize import DTYPES, MARGINS, iterate, normalized
 from .routing import is_stack, matrix_shape
@@ -135,6 +138,7 @@ def muon_step(group: dict[str, Any], params: Sequence[torch.Tensor], state: dict
         state: The optimizer's state; momentum buffers are made where they are missing.
     """
     pieces: list[Piece] = []
+    shards: list[sharded.Shard] = []
     for param in params:
         grad = param.grad
         if grad is None or param.numel() == 0:
@@ -143,23 +147,55 @@ def muon_step(group: dict[str, Any], params: Sequence[torch.Tensor], state: dict
         if MOMENTUM not in entry:
             entry[MOMENTUM] = torch.zeros_like(grad, memory_format=torch.preserve_format)
         momentum = entry[MOMENTUM]
-        pieces.extend(cut(param, grad.to(momentum.dtype), momentum, group))
+        grad = grad.to(momentum.dtype)
+        if not is_sharded(param):
+            pieces.extend(cut(param, grad, momentum, group))
+        elif not sharded.is_whole_here(param, group["matrices"]):
+            direction = sharded.directions(local(grad), local(momentum), group)
+            shards.append(sharded.Shard(param, direction, *_parts(param.shape, group)))
+        elif local(param).numel() > 0:
+            pieces.extend(cut(local(param), local(grad), local(momentum), group))
     for shape, scale, chosen in batches(pieces, group):
         _update(chosen, shape, scale, group)
+    sharded.step_shards(shards, group, orthogonalized)
+
+
+def _parts(shape: Sequence[int], group: dict[str, Any]) -> tuple[int, list[sharded.Part]]:
+    """The dimension of a parameter's rows, and which of them are a matrix of their own, with what scale."""
+    dim, sizes = split_sizes(shape, group)
+    scales = []
+    for size in sizes:
+        rows, cols = matrix_shape([size if d == dim else full for d, full in enumerate(shape)], group["matrices"])
+        scales.append(scale_of(*((cols, rows) if group["transposed"] else (rows, cols)), group["scale"]))
+    return dim, sharded.parts_of(sizes, scales)
+
+
+def orthogonalized(direction: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """A parameter's whole update, without its scale, in the dtype of the iteration."""
+    out = torch.empty_like(direction, dtype=DTYPES[group["dtype"]])
+    for shape, _, pieces in batches(list(cut(out, direction, direction, group)), group):
+        starts = [0, *accumulate(piece.matrices for piece in pieces)]
+        batch = torch.empty((starts[-1], *shape), dtype=direction.dtype, device=direction.device)
+        for piece, start in zip(pieces, starts):
+            piece.slot(batch, start).copy_(piece.grad)
+        updates = _iterated([batch], group)
+        for piece, start in zip(pieces, starts):
+            piece.param.copy_(piece.slot(updates, start))
+    return out
+
+
+def _iterated(matrices: list[torch.Tensor], group: dict[str, Any]) -> torch.Tensor:
+    """Orthogonalise the one batch in a list, which is taken out of it so that its memory is free in time."""
+    margin = MARGINS[group["orthogonalize"]] if group["coefficients"] is None else 1.0
+    ready = [normalized(matrices.pop(), DTYPES[group["dtype"]], margin)]
+    return iterate(ready.pop(), group_coefficients(group))
 
 
 def _update(pieces: Sequence[Piece], shape: tuple[int, int], scale: float, group: dict[str, Any]) -> None:
     """Step one batch of pieces."""
     params = [piece.param for piece in pieces]
-    starts = [0]
-    for piece in pieces:
-        starts.append(starts[-1] + piece.matrices)
-    matrices = _directions(pieces, starts, shape, group)
-    margin = MARGINS[group["orthogonalize"]] if group["coefficients"] is None else 1.0
-    # `matrices` is handed over, not kept, so that its memory is free before the iteration needs its own.
-    ready = [normalized(matrices, DTYPES[group["dtype"]], margin)]
-    del matrices
-    updates = iterate(ready.pop(), group_coefficients(group)).to(params[0].dtype)
+    starts = [0, *accumulate(piece.matrices for piece in pieces)]
+    updates = _iterated([_directions(pieces, starts, shape, group)], group).to(params[0].dtype)
     lr = float(group["lr"])
     if group["weight_decay"] != 0:
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"])

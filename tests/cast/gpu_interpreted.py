@@ -21,6 +21,8 @@ from fcoptim.cast.rules import ACCUMULATED, HASHED, NEAREST
 
 from .cases import CODES, CONTIGUOUS, STRIDED, Case, Layout, alike, any_case, dense, prepare
 from .cases import check as check_back_end
+from .runs import SHARDS
+from .runs import check as check_runs
 
 check = functools.partial(check_back_end, gpu.cast_jobs)
 codes = pytest.mark.parametrize("code", CODES.values(), ids=CODES)
@@ -52,6 +54,12 @@ def test_shards_begin_anywhere(start: int) -> None:
     aligned, unaligned = Layout((4100,), *views), Layout((4100,), *views[:2], dense((4100,), offset=start % 8 + 1))
     for code in (HASHED, ACCUMULATED):
         check([Case(aligned, start), Case(unaligned, start)], code, "cpu", counted=False)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("wide", [False, True], ids=["bf16", "fp32"])
+def test_shards_of_several_runs(wide: bool, shard: str) -> None:
+    check_runs(gpu.cast_jobs, HASHED, shard, wide)
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["bf16", "fp32"])

@@ -14,6 +14,8 @@ from fcoptim.cast.rules import ACCUMULATED, HASHED, RULES
 
 from .cases import CODES, CONTIGUOUS, STRIDED, Case, Layout, alike, dense
 from .cases import check as check_back_end
+from .runs import SHARDS
+from .runs import check as check_runs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,6 +34,12 @@ codes = pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_layouts_in_one_call(code: int, counted: bool, layouts: dict[str, Layout]) -> None:
     cases = [Case(layout, start, wide) for layout in layouts.values() for start in (0, 2043) for wide in (False, True)]
     check(cases, code, counted=counted)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("wide", [False, True], ids=["bf16", "fp32"])
+def test_shards_of_several_runs(wide: bool, shard: str) -> None:
+    check_runs(gpu.cast_jobs, HASHED, shard, wide, DEVICE)
 
 
 @codes

@@ -42,7 +42,7 @@ def shard(made: nn.Module, how: str, **options) -> nn.Module:
     if how == "fsdp":
         return _by_layer(made, mesh=init_device_mesh("cpu", (world,)), **options)
     if how == "fsdp_dim1":
-        options["shard_placement_fn"] = lambda p: Shard(1) if p.ndim > 1 and p.shape[1] % world == 0 else Shard(0)
+        options["shard_placement_fn"] = lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % world == 0 else Shard(0)
         return _by_layer(made, mesh=init_device_mesh("cpu", (world,)), **options)
     if how == "hsdp":
         mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
@@ -108,13 +108,12 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def everything(opt: FairCastOptimizer) -> dict[str, torch.Tensor]:
     """All that a cast depends on, gathered: masters, served weights in bf16, and fcoptim's part of the state."""
-    out = {f"master {name}": full(master) for name, master in opt.named_masters()}
-    for group in opt.param_groups:
-        for name, param in zip(group["param_names"], group["params"]):
-            out[f"served {name}"] = full(param).bfloat16()
-            for key, value in opt.state[param].items():
-                if key in OWN_KEYS and isinstance(value, torch.Tensor):
-                    out[f"{key} {name}"] = full(value)
+    out = {}
+    for member in opt._flat():
+        out[f"served {member.name}"] = full(member.param).to(torch.float32 if member.kept else torch.bfloat16)
+        for key, value in member.entry.items():
+            if key in OWN_KEYS and isinstance(value, torch.Tensor):
+                out[f"{key} {member.name}"] = full(value)
     return out
 
 

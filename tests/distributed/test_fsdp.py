@@ -17,6 +17,7 @@ from ..optimizer.helpers import assert_same
 from . import setups
 
 BF16, FP32 = torch.bfloat16, torch.float32
+ADAM = {"lr": 1e-3, "weight_decay": 0.1, "seed": 5}
 
 
 def trained(how, rounding="stochastic", dtype=BF16, mp=False, steps=4):
@@ -217,7 +218,7 @@ def test_masters_as_weights(ranks):
 def swapped():
     """What accelerate does: build on the plain model, upcast, shard, put the new parameters into the groups."""
     made = setups.model(FP32)
-    opt = FairCastOptimizer(made, torch.optim.AdamW, lr=1e-3, weight_decay=0.1, seed=5)
+    opt = FairCastOptimizer(made, torch.optim.AdamW, **ADAM)
     opt.load_state_dict(opt.state_dict())  # its prepare() does that too
     names = {id(param): name for name, param in made.named_parameters()}
     order = [[names[id(param)] for param in group["params"]] for group in opt.param_groups]

@@ -8,7 +8,7 @@ from torch import nn
 
 from fcoptim import FairCastOptimizer
 
-ROWS, COLUMNS, LAYERS = 2048, 2048, 12
+ROWS, COLUMNS, LAYERS = 2048, 2048, 6
 CLASSES = {"SGD": (torch.optim.SGD, {"lr": 1e-3}), "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "fused": True})}
 
 
