@@ -41,6 +41,17 @@ def digest(opt: FairCastOptimizer) -> str:
     return bits.hexdigest()[:16]
 
 
+def train_step(model: nn.Module, opt: FairCastOptimizer, step: int, device: str) -> float:
+    """One step on a batch that is the same on every rank, so that the mean gradient is the same for any number."""
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(32, 16, generator=generator).to(device), torch.randn(32, 1, generator=generator).to(device)
+    loss = (model(x).float() - y).square().mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.item()
+
+
 def main() -> None:
     """Train for some steps, from a checkpoint if there is one, and save."""
     arguments = argparse.ArgumentParser()
@@ -63,16 +74,10 @@ def main() -> None:
         first = saved["step"]
 
     for step in range(first, first + chosen.steps):
-        # The same batch on every rank, so that the mean gradient is the same for any number of ranks.
-        generator = torch.Generator().manual_seed(step)
-        x, y = torch.randn(32, 16, generator=generator).to(device), torch.randn(32, 1, generator=generator).to(device)
-        loss = (model(x).float() - y).square().mean()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        loss = train_step(model, opt, step, device)
         stats, served = opt.cast_stats(), digest(opt)
         if dist.get_rank() == 0:
-            print(f"step {step}  loss {loss.item():.4f}  changed {stats.changed:.1%}  served {served}")
+            print(f"step {step}  loss {loss:.4f}  changed {stats.changed:.1%}  served {served}")
 
     if chosen.checkpoint:
         weights, state = get_state_dict(model, opt)

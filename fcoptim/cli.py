@@ -27,7 +27,7 @@ def _one_line_errors(extra: str = "demo") -> Iterator[None]:
     """End with one line and exit code 2 on wrong input or a missing package."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(USAGE_ERROR) from error
     except ImportError as error:
@@ -118,6 +118,21 @@ def bench_cast(elements: Elements = 64 << 20, threads: Threads = None, device: D
         main(elements, threads, device)
 
 
+@bench.command("checkpoint")
+def bench_checkpoint(
+    megabytes: Annotated[int, typer.Option(help="Size of the checkpoint.")] = 1000,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to write; the system's temporary folder if not given.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Timed saves and loads of each.")] = 5,
+) -> None:
+    """Time save_checkpoint and load_checkpoint against torch.save and torch.load of the same bytes."""
+    with _one_line_errors():
+        from .bench.checkpoint import main
+
+        main(megabytes, folder, rounds)
+
+
 @bench.command("distributed")
 def bench_distributed(
     ranks: Annotated[int, typer.Option(help="Processes.")] = 2,
@@ -131,6 +146,58 @@ def bench_distributed(
         from .bench.distributed import main
 
         main(ranks, width, layers, rounding, steps)
+
+
+@bench.command("sync")
+def bench_sync(
+    steps: Annotated[int, typer.Option(help="Steps, each published.")] = 20,
+    lr: Annotated[float, typer.Option(help="About how far a weight moves in a step.")] = 1e-6,
+    device: Device = "cpu",
+) -> None:
+    """Weigh what each rounding rule makes a sparse weight sync carry, on a synthetic trajectory."""
+    with _one_line_errors():
+        from .bench.sync import main
+
+        main(steps, lr, device)
+
+
+@app.command()
+def audit(
+    path: Annotated[Path | None, typer.Argument(help="A checkpoint of fcoptim's.")] = None,
+    served: Annotated[Path | None, typer.Option(help="Any folder or file of safetensors.")] = None,
+    masters: Annotated[Path | None, typer.Option(help="Another, with the masters.")] = None,
+    start: Annotated[Path | None, typer.Option(help="The weights at the start, for the share that is served.")] = None,
+) -> None:
+    """Check that a checkpoint is whole and its halves agree, or how well one set of weights serves another.
+
+    The exit code is 0 if a checkpoint is in order and 1 if not.
+    """
+    with _one_line_errors():
+        from .checkpoint import report
+
+        if (path is None) == (served is None and masters is None) or (served is None) != (masters is None):
+            raise ValueError("pass a checkpoint, or --served and --masters")
+        if path is not None and start is not None:
+            raise ValueError("--start goes with --served and --masters")
+        if served is not None and masters is not None:
+            code = report.audit_pair(served, masters, start)
+        else:
+            assert path is not None
+            code = report.audit_checkpoint(path)
+    raise typer.Exit(code)
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="A folder or file of safetensors, for example a checkpoint.")],
+    b: Annotated[Path, typer.Argument(help="Another.")],
+) -> None:
+    """Count the weights whose bits differ, and weigh a sparse patch of them; exit code 1 if any do."""
+    with _one_line_errors():
+        from .checkpoint import report
+
+        code = report.print_difference(a, b)
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from .muon import Muon
-from .muon.options import ADAMW, Options
-from .muon.routing import route_given
+from .muon.options import ADAMW
 from .naming import NamedGroup, Parameters, is_positional, named_groups
 from .optimizer import FairCastOptimizer
 
@@ -103,14 +102,9 @@ class FairCastMuon(_Configured):
             return
         groups = named_groups(params)
         tables = [] if vocab_size is None else _take_tables(groups, vocab_size)
-        own = {p.name: kwargs.pop(p.name) for p in _OWN if p.name in kwargs}
-        options = inspect.signature(Muon).bind(params, *args, **kwargs).arguments
-        del options["params"]
-        if not tables and not options.get("adamw") and any("algorithm" not in g.options for g in groups):
+        if not tables and not kwargs.get("adamw") and any("algorithm" not in g.options for g in groups):
             warnings.warn(_ALL_TO_MUON, stacklevel=2)
-        routed = route_given([_as_group(group) for group in groups], Options(**options)) + tables
-        plain = {key: value for key, value in options.items() if key not in ("split", "muon", "adamw")}
-        super().__init__(routed, **own, **plain)
+        super().__init__([_as_group(group) for group in groups] + tables, *args, **kwargs)
 
 
 _ALL_TO_MUON = (

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .cast import cast_, get_rule, parameter_key, start_accumulator_
+from .distributed.shards import local, place_of
 from .naming import canonical_name, matches
 
 _FORMAT = 1
@@ -49,7 +50,8 @@ class Exporter:
 
         Args:
             state: By name. float32 tensors on any device are cast; bfloat16 and non-floating tensors and other
-                values are passed on as they are. Two names of one tensor stay two names of one tensor.
+                values are passed on as they are. Two names of one tensor stay two names of one tensor. A DTensor
+                gives a DTensor, whose bits don't depend on how it is sharded.
             out: bfloat16 tensors to write into instead of new ones, by name, for those names that it has.
 
         Returns:
@@ -65,11 +67,12 @@ class Exporter:
         for name, value in state.items():
             if not self._is_cast(name, value):
                 continue
-            memory = (value.device, value.data_ptr(), value.shape, value.stride())
-            if value.numel() and memory in first_name:
+            part = local(value)
+            memory = (value.device, part.data_ptr(), value.shape, part.stride())
+            if part.numel() and memory in first_name:
                 aliases[name] = first_name[memory]
             else:
-                first_name[memory if value.numel() else (name,)] = name
+                first_name[memory if part.numel() else (name,)] = name
         names = list(first_name.values())
         for name in names:
             target = None if out is None else out.get(name)
@@ -97,13 +100,22 @@ class Exporter:
         if get_rule(self.rounding).accumulates:
             accumulators = [self._accumulator(*item) for item in zip(names, masters, keys)]
         counts = [self._casts.get(name, 0) for name in names]
-        cast_(served, masters, rounding=self.rounding, key=keys, count=counts, error_feedback=accumulators)
+        cast_(
+            [local(tensor) for tensor in served],
+            [local(tensor) for tensor in masters],
+            rounding=self.rounding,
+            key=keys,
+            count=counts,
+            error_feedback=None if accumulators is None else [local(tensor) for tensor in accumulators],
+            start=[place_of(tensor) for tensor in masters],
+        )
         self._casts.update({name: count + 1 for name, count in zip(names, counts)})
 
     def _accumulator(self, name: str, master: torch.Tensor, key: int) -> torch.Tensor:
         found = self._accumulators.get(name)
         if found is None:
-            found = start_accumulator_(torch.empty_like(master, dtype=torch.int16), key=key)
+            found = torch.empty_like(master, dtype=torch.int16)
+            start_accumulator_(local(found), key=key, start=place_of(master))
         elif found.shape != master.shape:
             raise ValueError(
                 f"{name!r} had shape {tuple(found.shape)} at the last export and has {tuple(master.shape)} now; use "

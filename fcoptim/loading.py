@@ -156,7 +156,12 @@ def load_entry(name: str, param: torch.Tensor, group: Group, saved: Mapping[str,
         ValueError: A part is missing or has another shape; the message names the parameter.
     """
     if not kept:
-        _check_own(name, param, group, saved)
+        check_own(name, param, group, saved)
+    return place_entry(param, group, saved)
+
+
+def place_entry(param: torch.Tensor, group: Group, saved: Mapping[str, Any]) -> Entry:
+    """Copy checked state to where its parameter lies; see ``load_entry``."""
     move_step = bool(group.get("capturable") or group.get("fused"))
 
     def place(key: str, value: torch.Tensor) -> torch.Tensor:
@@ -183,7 +188,12 @@ def load_foreign_entry(param: torch.Tensor, group: Group, saved: Mapping[str, An
     return {**mine, **{key: _copied(key, value, place) for key, value in saved.items()}}
 
 
-def _check_own(name: str, param: torch.Tensor, group: Group, saved: Mapping[str, Any]) -> None:
+def check_own(name: str, param: torch.Tensor, group: Group, saved: Mapping[str, Any]) -> None:
+    """Refuse a saved entry that lacks what its group's rule needs, or that doesn't fit the parameter.
+
+    Raises:
+        ValueError: As ``load_entry``.
+    """
     if MASTER not in saved or COUNT not in saved:
         raise ValueError(
             f"the state dict has no fp32 master of parameter {name!r}, though it has those of others; the file is "

@@ -23,7 +23,7 @@ ACCUMULATOR = "error_feedback"
 GLOBAL = "wrapped_global"
 OWN_KEYS = frozenset({MASTER, COUNT, ACCUMULATOR, GLOBAL}) | lags.LAG_KEYS
 # What is shaped like the parameter, and sharded like it.
-_PLACED_KEYS = frozenset({MASTER, ACCUMULATOR, lags.LAG, lags.LAG_REST})
+PLACED_KEYS = frozenset({MASTER, ACCUMULATOR, lags.LAG, lags.LAG_REST})
 
 Entry = dict[str, Any]
 # Names of parameters, and how many served values of each a cast changed.
@@ -52,7 +52,7 @@ class Member(NamedTuple):
         """The same of this rank's part, if the parameter is sharded: what casts and lags work on."""
         if not is_sharded(self.param):
             return self
-        entry = LocalEntry(self.entry, self.param, _PLACED_KEYS)
+        entry = LocalEntry(self.entry, self.param, PLACED_KEYS)
         return Member(self.name, local(self.param), entry, self.group, place_of(self.param))
 
     @property
@@ -129,7 +129,7 @@ def new_entry(name: str, param: torch.Tensor, rounding: str, seed: int) -> Entry
 def refit(entry: Entry, param: torch.Tensor) -> None:
     """Lay an entry out like its parameter, where a framework has sharded or moved that since the entry was made."""
     if MASTER in entry and not fits(entry[MASTER], param):
-        for key in _PLACED_KEYS & entry.keys():
+        for key in PLACED_KEYS & entry.keys():
             entry[key] = placed_like(entry[key], param)
 
 

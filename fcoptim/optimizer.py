@@ -244,7 +244,7 @@ class FairCastOptimizer(torch.optim.Optimizer):
         options, pairs, entries = setup.plan_group(param_group, own, self.param_groups, shared.model, shared.kept)
         self.wrapped.add_param_group({**options, "params": [entries[name].get(MASTER, p) for name, p in pairs]})
         inner = {key: value for key, value in self.wrapped.param_groups[-1].items() if key not in OWN_OPTIONS}
-        super().add_param_group({**inner, **own, "params": pairs})
+        super().add_param_group({**inner, **own, "param_names": [name for name, _ in pairs], "params": pairs})
         shared.captured.update(entries)
         shared.link.remember()
         members = self._members()[-1:]
@@ -457,19 +457,18 @@ class FairCastOptimizer(torch.optim.Optimizer):
     def masters_as_weights(self) -> Iterator[None]:
         """Show the fp32 model: within the with block the model's parameters hold the masters themselves.
 
-        For evaluation; ``step`` refuses to run inside. Frozen parameters are widened for as long. Sharded
-        parameters show their masters where they have fp32 storage; FSDP2's own mixed precision still rounds them.
+        For evaluation; ``step`` refuses to run inside. Frozen parameters are widened for as long. FSDP2 gathers
+        masters layer by layer, without its mixed precision; all ranks have to compute together.
         """
         shared = self._shared
         if shared.showing_masters:
             raise RuntimeError("masters_as_weights() is active already")
         shared.showing_masters = True
         try:
-            with masters_shown(self._flat(), self._frozen()):
+            with masters_shown(shared.model, self._flat(), self._frozen()):
                 yield
         finally:
             shared.showing_masters = False
-            shared.watch.remember(member for member in self._flat() if is_sharded(member.param))
 
     def cast_stats(self) -> CastStats:
         """Figures about the last cast, measured now from masters and served weights."""
@@ -502,6 +501,14 @@ class FairCastOptimizer(torch.optim.Optimizer):
         # (accelerate's prepare does) are not ours to undo; the next step or load sees what they are.
         owned = loading.own_members(present, state_dict)
         ahead = set(self._shared.watch.foreign(owned))
+        self._install(groups, entries)
+        restored = [member for member in self._flat() if member.name not in ahead]
+        self._shared.watch.note_rewritten(self._restore_served(restored))
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _install(self, groups: list[dict[str, Any]], entries: dict[str, Entry]) -> None:
+        """Put param groups, and state entries by name, in place of those that are here; weights are not served anew."""
         lags.keep_live(self.param_groups, groups)
         self.param_groups[:] = groups
         self.state.clear()
@@ -514,10 +521,6 @@ class FairCastOptimizer(torch.optim.Optimizer):
         members = self._members()
         self._shared.link.impose_options(self.param_groups)
         self._shared.link.push(members)
-        restored = [member for member in self._flat() if member.name not in ahead]
-        self._shared.watch.note_rewritten(self._restore_served(restored))
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_shared": self._shared}
@@ -558,8 +561,9 @@ def unwrap(optimizer: Any) -> FairCastOptimizer:
     Raises:
         TypeError: There is none inside.
     """
+    # Fabric's wrapper is an instance of our class too, with a __dict__ of its own: go in as far as it goes.
     found, seen = optimizer, set()
-    while not isinstance(found, FairCastOptimizer) and id(found) not in seen:
+    while id(found) not in seen:
         seen.add(id(found))
         found = getattr(found, "optimizer", getattr(found, "_optimizer", found))
     if not isinstance(found, FairCastOptimizer):

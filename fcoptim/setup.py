@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,9 +103,7 @@ def check_ranks(
         storage: The storage, as chosen.
         group: The ranks to compare with.
     """
-    shapes = [
-        (name, tuple(param.shape)) for own in groups for name, param in zip(own["param_names"], own["params"])
-    ]
+    shapes = [(name, tuple(param.shape)) for own in groups for name, param in zip(own["param_names"], own["params"])]
     facts = {
         "another parameter list": shapes,
         "another rounding rule": [own["rounding"] for own in groups],
@@ -141,12 +141,15 @@ def read_groups(parameters: Parameters, optimizer: OptimizerLike, kwargs: dict[s
         else:
             _name_by_parameters(groups, named_groups(parameters))
         return groups
-    routing = getattr(optimizer, "param_groups", None) if isinstance(optimizer, type) else None
-    if model is not None and callable(routing):
-        groups = named_groups(routing(model, **kwargs))
+    bound = optimizer.keywords if isinstance(optimizer, partial) else {}
+    kind = optimizer.func if isinstance(optimizer, partial) else optimizer
+    routing = getattr(kind, "param_groups", None) if isinstance(kind, type) else None
+    if not callable(routing):
+        return named_groups(parameters)
+    groups = named_groups(routing(parameters, **{**bound, **kwargs}))
+    if model is not None:
         name_by_model(groups, model)
-        return groups
-    return named_groups(parameters)
+    return groups
 
 
 def _name_by_parameters(groups: Sequence[NamedGroup], given: Sequence[NamedGroup]) -> None:
@@ -190,6 +193,11 @@ def refuse_modules(model: nn.Module, bf16: bool) -> None:
             is under DDP already, whose buckets were made for fp32 gradients and would no longer reduce them.
     """
     for name, module in model.named_modules():
+        if _is_fsdp1(module):
+            raise ValueError(
+                f"{name or 'the model'} is under FullyShardedDataParallel (FSDP1), which hides where a weight belongs; "
+                "use torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
         if bf16 and isinstance(module, DistributedDataParallel) and _trains_fp32(module):
             raise ValueError(
                 "the model is under DistributedDataParallel already, with fp32 parameters; construct "
@@ -208,6 +216,11 @@ def refuse_modules(model: nn.Module, bf16: bool) -> None:
                 f"{name or 'the model'} ({type(module).__name__}) has bf16 buffers that can't go with fp32 weights; "
                 "with storage='float32' call model.float() first"
             )
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and whoever uses it has imported it
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
 
 def _trains_fp32(model: nn.Module) -> bool:
@@ -306,7 +319,8 @@ def _mirror(
             raise ValueError("the optimizer put parameters of different rounding, seed or lag into one param group")
         options = {key: value for key, value in inner.items() if key not in ("params", "param_names")}
         options.update(chosen[0] if chosen else {})
-        mirrored.append({**options, "params": [(name, params[name]) for name in members]})
+        # Names beside the pairs too: of an empty group torch would find none, and groups are named all or not at all.
+        mirrored.append({**options, "param_names": members, "params": [(name, params[name]) for name in members]})
     if left:
         raise ValueError(
             f"the optimizer left out {len(left)} of the parameters it was given, for example {min(left)!r}; pass only "

@@ -72,11 +72,7 @@ def _chunk(served: torch.Tensor, master: torch.Tensor) -> tuple[int, float, floa
     magnitude = master.abs()
     largest = torch.finfo(torch.bfloat16).max
     saturated = finite & (magnitude > largest) & (served.float().abs() == largest)
-    # The grid's spacing at a master is 2**(exponent - 7); frexp's exponent is one above IEEE's, and all
-    # numbers below 2**-126 share the spacing 2**-133.
-    exponent = torch.frexp(magnitude.double()).exponent.clamp(min=-125) - 8
-    error = torch.ldexp(served.double() - master.double(), -exponent)
-    error = error[finite & torch.isfinite(served.float())]
+    error = errors_in_ulps(served, master)[finite & torch.isfinite(served.float())]
     return (
         error.numel(),
         float(error.sum()),
@@ -84,3 +80,16 @@ def _chunk(served: torch.Tensor, master: torch.Tensor) -> tuple[int, float, floa
         int(saturated.sum()),
         int((~finite).sum()),
     )
+
+
+def errors_in_ulps(served: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """``served - master`` in units of the bf16 grid's spacing at each master, in float64.
+
+    Args:
+        served: Of any floating dtype.
+        master: float32, of the same shape.
+    """
+    # The spacing at a master is 2**(exponent - 7); frexp's exponent is one above IEEE's, and all numbers below
+    # 2**-126 share the spacing 2**-133.
+    exponent = torch.frexp(master.double().abs()).exponent.clamp(min=-125) - 8
+    return torch.ldexp(served.double() - master.double(), -exponent)

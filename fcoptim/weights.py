@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from .distributed.shards import full, is_sharded, local
+from .distributed.shards import full, is_sharded
 from .masters import Member
 
 Weights = dict[str, torch.Tensor]
@@ -53,35 +53,35 @@ def _named_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @contextmanager
-def masters_shown(members: Sequence[Member], frozen: Sequence[torch.Tensor]) -> Iterator[None]:
+def masters_shown(model: nn.Module | None, members: Sequence[Member], frozen: Sequence[torch.Tensor]) -> Iterator[None]:
     """Let parameters hold their masters, and frozen ones an fp32 copy, for the length of a with block.
 
-    The memory of sharded parameters belongs to the engine that gathers them, so masters are copied into it.
-
     Raises:
-        NotImplementedError: A sharded parameter has bf16 storage.
+        NotImplementedError: Parameters are sharded and there is no model whose modules could show their masters.
     """
     shown = [(member.param, member.master) for member in members if not member.kept]
-    for param, _ in shown:
-        if is_sharded(param) and param.dtype is not torch.float32:
-            raise NotImplementedError(
-                "bfloat16 DTensors can't show fp32 masters: what shards them gathers bf16. Shard fp32 parameters, "
-                "whose storage is then 'float32', or load opt.master_state_dict() into an fp32 model"
-            )
-    shown += [(param, param.detach().float()) for param in frozen if not is_sharded(param)]
-    saved = [(param, local(param).clone() if is_sharded(param) else param.data) for param, _ in shown]
+    shown += [(param, param.detach().float()) for param in frozen]
+    shards = {id(param): value.detach() for param, value in shown if is_sharded(param)}
+    if shards and model is None:
+        raise NotImplementedError("masters of sharded parameters are shown in a model; construct the optimizer on it")
+    saved = [(param, param.data) for param, _ in shown if not is_sharded(param)]
     try:
         for param, value in shown:
-            _show(param, local(value))
-        yield
+            if not is_sharded(param):
+                param.data = value
+        with _shards_shown(model, shards):
+            yield
     finally:
         for param, value in saved:
-            _show(param, value)
+            param.data = value
 
 
-@torch.no_grad()
-def _show(param: torch.Tensor, value: torch.Tensor) -> None:
-    if is_sharded(param):
-        local(param).copy_(value)
-    else:
-        param.data = value
+@contextmanager
+def _shards_shown(model: nn.Module | None, shards: dict[int, torch.Tensor]) -> Iterator[None]:
+    if model is None or not shards:
+        yield
+        return
+    from .distributed.show import shards_shown  # brings FSDP2 along
+
+    with shards_shown(model, shards):
+        yield

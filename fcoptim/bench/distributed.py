@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch.multiprocessing.spawn import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .table import print_table
@@ -50,11 +50,11 @@ class Row:
     fair_ms: float
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the payload of each collective on this rank: the larger of what goes in and what comes out, in bytes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
 
     def __torch_dispatch__(
@@ -80,14 +80,14 @@ def _size(arg: Any) -> int:
     return sum(map(_size, arg)) if isinstance(arg, (list, tuple)) else 0
 
 
-def _model(width: int, layers: int) -> nn.Module:
+def _model(width: int, layers: int) -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         blocks = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.Tanh())]
         return nn.Sequential(*blocks, nn.Linear(width, width))
 
 
-def _spread(model: nn.Module, setup: str) -> nn.Module:
+def _spread(model: nn.Sequential, setup: str) -> nn.Module:
     """Spread a model over all ranks; a bf16 one is bf16 already, as FairCastOptimizer or its user would make it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -101,7 +101,8 @@ def _spread(model: nn.Module, setup: str) -> nn.Module:
     for layer in model if wide else model.bfloat16():
         if isinstance(layer, nn.Linear):
             shard(layer)
-    return shard(model)
+    shard(model)
+    return model
 
 
 def _optimizer(setup: str) -> tuple[Any, dict[str, Any]]:
@@ -163,9 +164,7 @@ def _work(rank: int, ranks: int, folder: str, width: int, layers: int, rounding:
     dist.destroy_process_group()
 
 
-def run(
-    ranks: int = 2, width: int = 256, layers: int = 4, rounding: str = "stochastic", steps: int = 5
-) -> list[Row]:
+def run(ranks: int = 2, width: int = 256, layers: int = 4, rounding: str = "stochastic", steps: int = 5) -> list[Row]:
     """Measure on processes of this machine, over gloo.
 
     Args:
@@ -186,13 +185,12 @@ def run(
     if min(ranks, width, layers, steps) < 1:
         raise ValueError(f"ranks, width, layers and steps must be positive; got {ranks}, {width}, {layers}, {steps}")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_work, args=(ranks, folder, width, layers, rounding, steps), nprocs=ranks)  # type: ignore[no-untyped-call]
+        arguments = (ranks, folder, width, layers, rounding, steps)
+        start_processes(_work, arguments, ranks, start_method="spawn")  # type: ignore[no-untyped-call]
         return [Row(**row) for row in json.loads(Path(folder, "rows.json").read_text())]
 
 
-def main(
-    ranks: int = 2, width: int = 256, layers: int = 4, rounding: str = "stochastic", steps: int = 5
-) -> None:
+def main(ranks: int = 2, width: int = 256, layers: int = 4, rounding: str = "stochastic", steps: int = 5) -> None:
     """Run the benchmark and print its table; see ``run`` for the arguments."""
     rows = run(ranks, width, layers, rounding, steps)
     values = (layers + 1) * (width * width + width)

@@ -1,9 +1,9 @@
 """``fcoptim bench sync``: bytes that each rounding rule makes a sparse weight sync carry, on a synthetic trajectory.
 
-fp32 masters of SmolLM2-135M's shapes start on the bf16 grid and drift as weights under AdamW do at a small learning rate:
-each step moves a weight by about ``lr``, partly in a direction of its own that lasts, partly at random. Spread and lasting
-part are set so that changed shares and displacement over 20 steps come near those recorded on the real model. All
-rules cast the same masters.
+fp32 masters of SmolLM2-135M's shapes start on the bf16 grid and drift as weights under AdamW do at a small learning
+rate: each step moves a weight by about ``lr``, partly in a direction of its own that lasts, partly at random. Spread
+and lasting part are set so that changed shares and displacement over 20 steps come near those recorded on the real
+model. All rules cast the same masters.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def main(steps: int = 20, lr: float = 1e-6, device: str = "cpu") -> None:
     encodings = list(rows[0].nbytes)
     dense = sum(torch.Size(shape).numel() for shape in smollm2_shapes()) * 2
     print_table(
-        f"Sparse sync, synthetic drift on SmolLM2-135M's shapes, lr {lr:g}, mean of steps {steps - last + 1}-{steps} of "
-        f"{steps} ({device}, torch {torch.__version__}). Dense: {dense / 1e6:.0f} MB",
+        f"Sparse sync, synthetic drift on SmolLM2-135M's shapes, lr {lr:g}, mean of steps {steps - last + 1}-{steps} "
+        f"({device}, torch {torch.__version__}). Dense: {dense / 1e6:.0f} MB",
         ("rule", "changed first", "changed", *(f"MB {name}" for name in encodings), "publish s", "apply s"),
         [
             (

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import reference
 from .bits import stream_keys
@@ -172,6 +173,10 @@ def _check_runs(runs: Runs, rule: Rule, served: torch.Tensor, master: torch.Tens
 
 
 def _check_tensors(served: torch.Tensor, master: torch.Tensor, accumulator: torch.Tensor | None) -> None:
+    for name, tensor in (("served", served), ("master", master), ("error_feedback", accumulator)):
+        if tensor is not None and is_traceable_wrapper_subclass(tensor):
+            kind = type(tensor).__name__
+            raise TypeError(f"{name} is a {kind}; pass its local part, and where that lies in the whole as start=")
     if served.dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"served must be bfloat16 or float32, got {served.dtype}")
     if master.dtype is not torch.float32:

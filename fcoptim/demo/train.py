@@ -13,6 +13,7 @@ import torch
 
 from .. import FairCastOptimizer
 from ..cast import get_rule
+from ..devices import multiplies_bf16_fast
 from . import grpo
 from .openloop import OpenLoop
 from .task import Task
@@ -98,7 +99,7 @@ def fast_storage() -> str:
 
     Either way the weights have the same bf16 values; in fp32 storage the arithmetic on them is fp32.
     """
-    return "bfloat16" if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else "float32"
+    return "bfloat16" if multiplies_bf16_fast("cpu") else "float32"
 
 
 class Trainer:

@@ -7,7 +7,10 @@ import torch
 import torch.distributed as dist
 
 
-def reduce_in_fp32(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def reduce_in_fp32(
+    group: dist.ProcessGroup | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
     """Average gradients over ranks in fp32: a communication hook for ``DistributedDataParallel``.
 
     DDP reduces in the parameters' dtype, so bf16 sums are rounded at every addition and in a large world small

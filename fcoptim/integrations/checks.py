@@ -41,8 +41,8 @@ def check_setup(model: nn.Module, optimizer: Any, *, autocast: torch.dtype | Non
     if ours is None:
         raise ValueError(
             f"the model is trained by {_inner(optimizer)}, not by a FairCastOptimizer: its weights are not the fair "
-            "cast of masters, and under mixed precision each forward rounds them to nearest. Pass optimizers=(opt, None), "
-            "or use FairCastMixin"
+            "cast of masters, and under mixed precision each forward rounds them to nearest. Pass "
+            "optimizers=(opt, None), or use FairCastMixin"
         )
     _check_parameters(model, ours)
     if autocast is torch.float16:
@@ -62,25 +62,27 @@ def _inner(optimizer: Any) -> str:
 
 
 def _check_parameters(model: nn.Module, ours: FairCastOptimizer) -> None:
-    """Refuse an optimizer that trains other parameters than the model's trainable ones."""
-    held = {id(p): p for group in ours.param_groups for p in group["params"]}
+    """Refuse an optimizer that trains other parameters than the model's trainable ones; warn if it leaves some out."""
+    held = {id(p) for group in ours.param_groups for p in group["params"]}
     present = {id(p) for p in model.parameters()}
-    named = {canonical_name(n): p for n, p in model.named_parameters()}
-    forgotten = [name for name, p in named.items() if p.requires_grad and id(p) not in held]
-    strangers = [p for key, p in held.items() if key not in present]
-    if forgotten or strangers:
-        what = (
-            f"{len(forgotten)} trainable parameters of the model (for example {forgotten[0]!r}) are not among its"
-            if forgotten
-            else f"{len(strangers)} of its parameters are not the model's, but"
-        )
+    trainable = [(canonical_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
+    left_out = [name for name, p in trainable if id(p) not in held]
+    if not trainable:
+        raise ValueError("every parameter of the model is frozen (requires_grad=False): nothing is trained")
+    if held - present or len(left_out) == len(trainable):
         raise ValueError(
-            f"the FairCastOptimizer was built on other parameters than are trained: {what} {len(held)} parameters. "
-            "Build it on the very model that the trainer trains; where the trainer makes that itself (a model given by "
-            "name, adapters from peft_config), use FairCastMixin"
+            f"the FairCastOptimizer was built on other parameters than are trained: {len(held - present)} of its "
+            f"{len(held)} are not the model's, and {len(left_out)} trainable ones of the model (for example "
+            f"{(left_out or [trainable[0][0]])[0]!r}) are not its own. Build it on the very model that the trainer "
+            "trains; where the trainer makes that itself (a model given by name, adapters from peft_config), use "
+            "FairCastMixin"
         )
-    if not any(p.requires_grad for p in held.values()):
-        raise ValueError("every parameter of the FairCastOptimizer is frozen (requires_grad=False): nothing is trained")
+    if left_out:
+        warnings.warn(
+            f"{len(left_out)} trainable parameters of the model (for example {left_out[0]!r}) are not in the "
+            "FairCastOptimizer: they are not trained. Freeze them with requires_grad_(False), or pass them to it",
+            stacklevel=4,
+        )
 
 
 def _warn_of_kept(model: nn.Module, ours: FairCastOptimizer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -10,29 +10,29 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from ..meter import LagMeter
 from ..optimizer import FairCastOptimizer
 from .checks import check_setup, find
 
-Figures = Callable[[], Mapping[str, float]]
-
 
 class FairCastCallback(TrainerCallback):  # type: ignore[misc]
-    """Check the set-up when training begins, and log what the casts do whenever the trainer logs.
+    """Check the set-up when training begins, measure each step, and log the figures whenever the trainer logs.
 
-    Logged are the fields of ``CastStats`` as ``fcoptim/changed`` and so on. They go to the trainer's log history and
-    to whatever it reports to (TensorBoard, W&B), if the callback stands before the reporters: ``attach`` puts it there.
+    Logged are those of ``LagMeter`` and of ``CastStats``, as ``fcoptim/tracked``, ``fcoptim/error_rms`` and so on. They
+    are in the trainer's log history, and in what it reports to (TensorBoard, W&B) if the callback stands before the
+    reporters, where ``attach`` puts it.
 
     Args:
-        figures: Called at each logging step for more values, by name, or None.
-        prefix: What the names begin with. Default ``"fcoptim/"``.
+        meter: A ``LagMeter`` of one's own, None for none, or True (default) to make one when training begins. Its
+            displacements are counted from there, also in a resumed run.
 
     Example:
         >>> FairCastCallback().attach(trainer)  # doctest: +SKIP
     """
 
-    def __init__(self, figures: Figures | None = None, prefix: str = "fcoptim/") -> None:
-        self.figures = figures
-        self.prefix = prefix
+    def __init__(self, meter: LagMeter | bool | None = True) -> None:
+        self.meter = meter
+        self._figures: dict[str, float] = {}
 
     def attach(self, trainer: Any) -> FairCastCallback:
         """Put the callback before the trainer's reporters, so that they see its values; returns itself."""
@@ -41,16 +41,22 @@ class FairCastCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse or warn of a set-up that would defeat the purpose; see ``check_setup``."""
-        check_setup(kwargs["model"], kwargs["optimizer"], autocast=autocast_dtype(args))
+        ours = check_setup(kwargs["model"], kwargs["optimizer"], autocast=autocast_dtype(args))
+        if self.meter is True:
+            self.meter = LagMeter(ours)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure what the step did."""
+        if isinstance(self.meter, LagMeter):
+            self._figures = self.meter.update()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add the values to a training step's logs and to the trainer's history."""
+        """Add the figures to a training step's logs and to the trainer's history."""
         ours = find(kwargs.get("optimizer"))
-        if ours is None or logs is None or not any(key in logs for key in ("loss", "grad_norm", "learning_rate")):
+        if ours is None or logs is None or "loss" not in logs:
             return
-        values = {self.prefix + key: value for key, value in asdict(ours.cast_stats()).items()}
-        if self.figures is not None:
-            values.update({self.prefix + key: value for key, value in self.figures().items()})
+        exact = {f"fcoptim/{name}": value for name, value in asdict(ours.cast_stats()).items()}
+        values = {**self._figures, **exact}
         logs.update(values)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(values)
@@ -111,7 +117,7 @@ class FairCastMixin:
         if getattr(self, "is_deepspeed_enabled", False):
             raise ValueError(
                 "DeepSpeed keeps its own fp32 masters and casts inside, where no optimizer wrapper can reach. Train "
-                "with the plain trainer, and give the rollout engine fcoptim.Exporter's cast of the gathered fp32 weights"
+                "with the plain trainer, and give the rollout engine fcoptim.Exporter's cast of the gathered weights"
             )
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if getattr(self, "is_fsdp_enabled", False) and getattr(plugin, "fsdp_version", 2) == 1:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from .coefficients import NEWTON_SCHULZ
-from .options import ADAMW, MUON, Options, Split, check_group
+from .coefficients import POLAR_EXPRESS
+from .options import ADAMW, MUON, Options, Split, check_algorithm, check_group
+from .orthogonalize import AUTO
 from .routing import model_param_groups, route_given
 from .update import adamw_step, check_gradients, muon_step, split_sizes
 
@@ -37,10 +38,11 @@ class Muon(torch.optim.Optimizer):
         adamw_weight_decay: That of AdamW's groups. Default: ``weight_decay``.
         momentum: Decay of the momentum, in [0, 1). Default 0.95.
         nesterov: Whether the gradient is mixed in once more. Default True.
-        orthogonalize: ``"newton_schulz"`` (default) or ``"polar_express"`` (arXiv 2505.16932).
+        orthogonalize: ``"polar_express"`` (default; arXiv 2505.16932) or ``"newton_schulz"`` (Jordan et al.).
         steps: Steps of the orthogonalisation. Default 5.
         coefficients: A triple (a, b, c), or one for each step, in place of a named method.
-        dtype: ``"bfloat16"`` (default) or ``"float32"``, in which matrices are orthogonalised.
+        dtype: ``"bfloat16"`` or ``"float32"``, in which matrices are orthogonalised, or ``"auto"`` (default): fp32 on
+            CPUs that have no fast bf16 products, else bf16.
         scale: ``"match_rms_adamw"`` (default): 0.2 sqrt(max(rows, cols)), updates as large as AdamW's usual ones
             (arXiv 2502.16982); or ``"spectral"``: sqrt(max(1, rows / cols)).
         betas: AdamW's decay rates. Default (0.9, 0.999).
@@ -69,10 +71,10 @@ class Muon(torch.optim.Optimizer):
         adamw_weight_decay: float | None = None,
         momentum: float = 0.95,
         nesterov: bool = True,
-        orthogonalize: str = NEWTON_SCHULZ,
+        orthogonalize: str = POLAR_EXPRESS,
         steps: int | None = None,
         coefficients: Sequence[object] | None = None,
-        dtype: str = "bfloat16",
+        dtype: str = AUTO,
         scale: str = "match_rms_adamw",
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -96,7 +98,7 @@ class Muon(torch.optim.Optimizer):
             betas=betas,
             eps=eps,
             maximize=maximize,
-            split={} if split is None else dict(split),
+            split={} if split is None else split,
             muon=muon,
             adamw=adamw,
         )
@@ -116,12 +118,15 @@ class Muon(torch.optim.Optimizer):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         plain = Options(**{**vars(self._options), "split": {}, "muon": (), "adamw": ()})
         added = [param_group] if "algorithm" in param_group else route_given([param_group], plain)
+        ready = []
         for group in added:
-            complete = {**plain.group(group["algorithm"]), **group}
-            complete["params"] = _listed(complete["params"])
+            check_algorithm(group["algorithm"])
+            complete = {**plain.group(group["algorithm"]), **group, "params": _listed(group["params"])}
             check_group(complete)
             for param in complete["params"]:
                 _check_param(param[1] if isinstance(param, tuple) else param, complete)
+            ready.append(complete)
+        for complete in ready:
             super().add_param_group(complete)
 
     @torch.no_grad()
@@ -156,8 +161,8 @@ class Muon(torch.optim.Optimizer):
         for group in state.get("param_groups", []):
             if "algorithm" not in group:
                 raise ValueError(
-                    "this state dict is not one of fcoptim.Muon: a param group has no 'algorithm'. Start with fresh state, "
-                    "or set 'algorithm' to 'muon' or 'adamw' in each of its param groups"
+                    "this state dict is not one of fcoptim.Muon: a param group has no 'algorithm'. Start with fresh "
+                    "state, or set 'algorithm' to 'muon' or 'adamw' in each of its param groups"
                 )
         super().__setstate__(state)
         for group in self.param_groups:

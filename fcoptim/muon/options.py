@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .coefficients import NEWTON_SCHULZ, Coefficients, read_coefficients
-from .orthogonalize import DTYPES
+from .coefficients import POLAR_EXPRESS, Coefficients, read_coefficients
+from .orthogonalize import AUTO, DTYPES
 
 MUON = "muon"
 ADAMW = "adamw"
@@ -29,10 +30,10 @@ class Options:
     adamw_weight_decay: float | None = None
     momentum: float = 0.95
     nesterov: bool = True
-    orthogonalize: str = NEWTON_SCHULZ
+    orthogonalize: str = POLAR_EXPRESS
     steps: int | None = None
     coefficients: Sequence[object] | None = None
-    dtype: str = "bfloat16"
+    dtype: str = AUTO
     scale: str = "match_rms_adamw"
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -46,6 +47,8 @@ class Options:
             raise TypeError(
                 f"split must map name patterns to a number of parts, like {{'*qkv*': 3}}; got {self.split!r}"
             )
+        for parts in self.split.values():
+            check_split(parts)
         check_group({"algorithm": MUON, **self.muon_group()})
         check_group({"algorithm": ADAMW, **self.adamw_group()})
 
@@ -73,7 +76,7 @@ class Options:
         return {
             "lr": self.lr if self.adamw_lr is None else self.adamw_lr,
             "weight_decay": self.weight_decay if self.adamw_weight_decay is None else self.adamw_weight_decay,
-            "betas": tuple(self.betas),
+            "betas": tuple(self.betas) if isinstance(self.betas, list) else self.betas,
             "eps": self.eps,
             "maximize": self.maximize,
         }
@@ -106,23 +109,43 @@ def check_group(group: dict[str, Any]) -> None:
         ValueError: One has a value that is not offered.
     """
     algorithm = group.get("algorithm")
-    if algorithm not in (MUON, ADAMW):
-        raise ValueError(f"algorithm must be 'muon' or 'adamw', got {algorithm!r}")
+    check_algorithm(algorithm)
     _check_lr(group["lr"])
-    _check(group["weight_decay"] >= 0, "weight_decay must be at least 0", group["weight_decay"])
+    decay = group["weight_decay"]
+    _check(_is_number(decay) and decay >= 0, "weight_decay must be a number of at least 0", decay)
     if algorithm == ADAMW:
-        betas = group["betas"]
-        _check(len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "betas must be two numbers in [0, 1)", betas)
-        _check(group["eps"] >= 0, "eps must be at least 0", group["eps"])
+        betas, eps = group["betas"], group["eps"]
+        two = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(map(_is_number, betas))
+        _check(two and all(0 <= beta < 1 for beta in betas), "betas must be two numbers in [0, 1)", betas)
+        _check(_is_number(eps) and eps >= 0, "eps must be a number of at least 0", eps)
         return
-    _check(0 <= group["momentum"] < 1, "momentum must be in [0, 1)", group["momentum"])
-    _check_name("dtype", group["dtype"], tuple(DTYPES))
+    momentum = group["momentum"]
+    _check(_is_number(momentum) and 0 <= momentum < 1, "momentum must be a number in [0, 1)", momentum)
+    _check_name("dtype", group["dtype"], (AUTO, *DTYPES))
     _check_name("scale", group["scale"], SCALES)
     _check_name("matrices", group["matrices"], MATRICES)
-    parts = group["split"]
-    sizes = (parts,) if isinstance(parts, int) else tuple(parts)
-    _check(bool(sizes) and all(s >= 1 for s in sizes), "split must be a number of parts, or their sizes in rows", parts)
+    check_split(group["split"])
     group_coefficients(group)
+
+
+def check_algorithm(name: Any) -> None:
+    """Check the name of a group's algorithm.
+
+    Raises:
+        ValueError: It is not offered.
+    """
+    _check_name("algorithm", name, (MUON, ADAMW))
+
+
+def check_split(parts: Any) -> None:
+    """Check one value of ``split``.
+
+    Raises:
+        ValueError: It is neither a number of parts nor a sequence of their sizes.
+    """
+    sizes = tuple(parts) if isinstance(parts, (tuple, list)) else (parts,)
+    fine = bool(sizes) and all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes)
+    _check(fine, "split must be a number of equal parts, or a list of their sizes in rows", parts)
 
 
 def _check_lr(lr: Any) -> None:
@@ -130,7 +153,14 @@ def _check_lr(lr: Any) -> None:
         _check(lr.numel() == 1, "lr as a tensor must have one element", tuple(lr.shape))
         if lr.device.type != "cpu":
             return  # its value is read at the step anyway
-    _check(float(lr) >= 0, "lr must be at least 0", lr)
+    _check(_is_number(lr) and lr >= 0, "lr must be a finite number of at least 0", lr)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a finite number, or a tensor of one."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and bool(torch.isfinite(value))
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_name(option: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -11,10 +11,14 @@ things make it cheaper than written down, none of which changes what it computes
   out wrong in bf16; so each pair starts from a fresh Gram matrix, and the first step, where singular values are
   smallest, is never joined.
 - Matrices are not transposed: for tall ones G is X^T X and multiplies from the right.
+
+In bf16, on a CPU that has no instructions for it, the products are made in fp32 and the result is rounded: torch's bf16
+products are up to 100 times slower there than its fp32 ones.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,9 +26,11 @@ from itertools import pairwise
 
 import torch
 
+from ..devices import multiplies_bf16_fast
 from .coefficients import NEWTON_SCHULZ, POLAR_EXPRESS, Coefficients, Triple, read_coefficients
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+AUTO = "auto"
 
 # Polar Express allows no singular value above 1, so bf16's rounding of the normalised matrix needs room.
 MARGINS = {NEWTON_SCHULZ: 1.0, POLAR_EXPRESS: 1.02}
@@ -95,14 +101,27 @@ def plain_flops(rows: int, cols: int, steps: int) -> int:
     return Plan(min(rows, cols), max(rows, cols), 1, (1,) * steps).flops
 
 
+def dtype_on(device: torch.device, name: str) -> torch.dtype:
+    """The dtype that ``dtype=`` stands for on a device.
+
+    Raises:
+        ValueError: The name is not offered.
+    """
+    if name == AUTO:
+        return torch.bfloat16 if multiplies_bf16_fast(device) else torch.float32
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(repr, (AUTO, *DTYPES)))}, got {name!r}")
+    return DTYPES[name]
+
+
 @torch.no_grad()
 def orthogonalize(
     matrices: torch.Tensor,
-    method: str = NEWTON_SCHULZ,
+    method: str = POLAR_EXPRESS,
     *,
     steps: int | None = None,
     coefficients: Sequence[object] | None = None,
-    dtype: str = "bfloat16",
+    dtype: str = AUTO,
 ) -> torch.Tensor:
     """Bring the singular values of matrices near 1, keeping their singular vectors.
 
@@ -111,11 +130,12 @@ def orthogonalize(
 
     Args:
         matrices: Shape (rows, cols) or (batch, rows, cols), floating point; not written to.
-        method: ``"newton_schulz"`` (Jordan et al., "Muon: An optimizer for hidden layers in neural networks",
-            2024) or ``"polar_express"`` (Amsel et al., arXiv 2505.16932).
+        method: ``"polar_express"`` (default; Amsel et al., arXiv 2505.16932) or ``"newton_schulz"`` (Jordan et al.,
+            "Muon: An optimizer for hidden layers in neural networks", 2024).
         steps: Steps of the iteration. Default 5.
         coefficients: A triple (a, b, c) or a sequence of triples in place of a named method.
-        dtype: ``"bfloat16"`` (default) or ``"float32"``, in which it is computed.
+        dtype: ``"bfloat16"`` or ``"float32"``, in which it is computed, or ``"auto"`` (default): fp32 on CPUs that
+            have no fast bf16 products, else bf16.
 
     Returns:
         A new tensor of the same shape, in that dtype.
@@ -128,12 +148,11 @@ def orthogonalize(
             "orthogonalize takes a floating-point tensor of shape (rows, cols) or (batch, rows, cols); got "
             f"{matrices.dtype} of shape {tuple(matrices.shape)}"
         )
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be 'bfloat16' or 'float32', got {dtype!r}")
+    wanted = dtype_on(matrices.device, dtype)
     triples = read_coefficients(method, steps, coefficients)
     margin = MARGINS[method] if coefficients is None else 1.0
     batch = matrices if matrices.ndim == 3 else matrices[None]
-    done = iterate(normalized(batch, DTYPES[dtype], margin), triples)
+    done = iterate(normalized(batch, wanted, margin), triples)
     return done if matrices.ndim == 3 else done[0]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +47,7 @@ class _Route:
         return {"split": self.split, "matrices": self.matrices, "transposed": self.transposed}
 
 
-def model_param_groups(model: nn.Module, lr: float | torch.Tensor = 1e-3, **options: Any) -> list[dict[str, Any]]:
+def model_param_groups(model: Any, lr: float | torch.Tensor = 1e-3, **options: Any) -> list[dict[str, Any]]:
     """Put a model's trainable parameters into param groups for ``Muon``, by module type and name.
 
     Muon gets the weights of linear and convolution layers and other matrices and stacks of matrices. AdamW gets:
@@ -62,7 +62,8 @@ def model_param_groups(model: nn.Module, lr: float | torch.Tensor = 1e-3, **opti
     Convolutions are flattened to (out, rest); transformers' ``Conv1D``, which stores (in, out), is transposed.
 
     Args:
-        model: The model.
+        model: The model. Parameters, ``(name, parameter)`` pairs and groups are taken too: without modules to go by,
+            all with two and more dimensions are Muon's unless a pattern says otherwise.
         lr: Learning rate of Muon's groups.
         **options: The other keyword arguments of ``Muon``; ``muon=`` and ``adamw=`` patterns override the rules
             above, ``split=`` marks fused matrices.
@@ -75,6 +76,8 @@ def model_param_groups(model: nn.Module, lr: float | torch.Tensor = 1e-3, **opti
             vector.
     """
     chosen = Options(lr=lr, **options)
+    if not isinstance(model, nn.Module):
+        return route_given(model, chosen)
     owned = _owned(model)
     if not owned:
         raise ValueError("the model has no parameter with requires_grad=True: there is nothing to train")
@@ -101,12 +104,16 @@ def route_given(params: Any, options: Options) -> list[dict[str, Any]]:
     """
     if isinstance(params, nn.Module):
         return model_param_groups(params, **vars(options))
-    if isinstance(params, torch.Tensor):
-        raise TypeError("params must be an iterable of tensors, (name, tensor) pairs or dicts; got a single tensor")
+    if isinstance(params, (torch.Tensor, str, Mapping)) or not isinstance(params, Iterable):
+        what = "a single tensor" if isinstance(params, torch.Tensor) else type(params).__name__
+        raise TypeError(f"params must be a model, or a list of tensors, (name, tensor) pairs or dicts; got {what}")
     entries = list(params)
     if not entries:
         raise ValueError("Muon got an empty parameter list (or a generator that was used before)")
     groups: list[dict[str, Any]] = entries if isinstance(entries[0], dict) else [{"params": entries}]
+    for group in groups:
+        if not isinstance(group, dict) or "params" not in group:
+            raise TypeError(f"every param group must be a dict with a 'params' entry; got {group!r:.100}")
     if all("algorithm" in group for group in groups):
         return [{**options.group(group["algorithm"]), **group} for group in groups]
     named = [name for group in groups for name, _ in _pairs(group) if name is not None]

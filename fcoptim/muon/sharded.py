@@ -63,12 +63,11 @@ class Peers(NamedTuple):
 def is_whole_here(param: DTensor, matrices: str) -> bool:
     """Whether a rank's part of a parameter consists of whole matrices: replicated, or a stack cut between them."""
     batch_dims = param.ndim - 2 if is_stack(param.ndim, matrices) else 0
-    return all(p.is_replicate() or p.dim < batch_dims for p in param.placements)
+    placements: Sequence[Any] = param.placements
+    return all(placement.is_replicate() or placement.dim < batch_dims for placement in placements)
 
 
-def directions(
-    grad: torch.Tensor, momentum: torch.Tensor, group: dict[str, Any]
-) -> torch.Tensor:
+def directions(grad: torch.Tensor, momentum: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
     """Move a momentum buffer on and return what is to be orthogonalised; element by element, so shards do."""
     grad = -grad if group["maximize"] else grad
     momentum.lerp_(grad, 1 - group["momentum"])
@@ -115,7 +114,7 @@ def find_peers(param: DTensor) -> Peers:
     cut = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate() and mesh.size(dim) > 1]
     if len(cut) <= 1:
         dim = cut[0] if cut else 0
-        coordinates = [tuple(own[:dim]) + (i,) + tuple(own[dim + 1 :]) for i in range(mesh.size(dim))]
+        coordinates = [(*own[:dim], i, *own[dim + 1 :]) for i in range(mesh.size(dim))]
         return Peers(mesh.get_group(dim), coordinates, [True] * len(coordinates), own[dim])
     ranks = mesh.mesh.flatten().tolist()
     if sorted(ranks) != list(range(dist.get_world_size())):
@@ -132,11 +131,15 @@ def _exchange(
 ) -> list[torch.Tensor]:
     """One round: the local parts of the updates of its matrices."""
     if peers.group is None:
-        return [_cut(orthogonalize(full(wrapped_like(s.direction, s.param)), group), s.param, peers.me, peers) for s in turn]
+        return [
+            _cut(orthogonalize(full(wrapped_like(s.direction, s.param)), group), s.param, peers.me, peers) for s in turn
+        ]
     mine = turn[peers.me] if peers.me < len(turn) else None
     sent = [shard.direction.reshape(-1) for shard in turn] if peers.senders[peers.me] else []
     sizes = [part.numel() for part in sent] or [0] * len(turn)
-    arriving = [_size(mine.param, place) if mine and sends else 0 for place, sends in zip(peers.coordinates, peers.senders)]
+    arriving = [
+        _size(mine.param, place) if mine and sends else 0 for place, sends in zip(peers.coordinates, peers.senders)
+    ]
     received = _all_to_all(sent, sizes, arriving, turn[0].direction, peers)
     if mine is None:
         update, leaving = None, []

@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 from ..distributed.shards import is_sharded, local
 from . import sharded
 from .options import ADAMW, group_coefficients
-from .orthogonalize import DTYPES, MARGINS, iterate, normalized
+from .orthogonalize import MARGINS, dtype_on, iterate, normalized
 from .routing import is_stack, matrix_shape
 
 MOMENTUM = "momentum_buffer"
@@ -157,7 +157,9 @@ def muon_step(group: dict[str, Any], params: Sequence[torch.Tensor], state: dict
             pieces.extend(cut(local(param), local(grad), local(momentum), group))
     for shape, scale, chosen in batches(pieces, group):
         _update(chosen, shape, scale, group)
-    sharded.step_shards(shards, group, orthogonalized)
+    if shards:
+        dtype = dtype_on(shards[0].direction.device, group["dtype"])
+        sharded.step_shards(shards, {**group, "dtype": str(dtype).removeprefix("torch.")}, orthogonalized)
 
 
 def _parts(shape: Sequence[int], group: dict[str, Any]) -> tuple[int, list[sharded.Part]]:
@@ -172,7 +174,7 @@ def _parts(shape: Sequence[int], group: dict[str, Any]) -> tuple[int, list[shard
 
 def orthogonalized(direction: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
     """A parameter's whole update, without its scale, in the dtype of the iteration."""
-    out = torch.empty_like(direction, dtype=DTYPES[group["dtype"]])
+    out = torch.empty_like(direction, dtype=dtype_on(direction.device, group["dtype"]))
     for shape, _, pieces in batches(list(cut(out, direction, direction, group)), group):
         starts = [0, *accumulate(piece.matrices for piece in pieces)]
         batch = torch.empty((starts[-1], *shape), dtype=direction.dtype, device=direction.device)
@@ -187,7 +189,8 @@ def orthogonalized(direction: torch.Tensor, group: dict[str, Any]) -> torch.Tens
 def _iterated(matrices: list[torch.Tensor], group: dict[str, Any]) -> torch.Tensor:
     """Orthogonalise the one batch in a list, which is taken out of it so that its memory is free in time."""
     margin = MARGINS[group["orthogonalize"]] if group["coefficients"] is None else 1.0
-    ready = [normalized(matrices.pop(), DTYPES[group["dtype"]], margin)]
+    dtype = dtype_on(matrices[0].device, group["dtype"])
+    ready = [normalized(matrices.pop(), dtype, margin)]
     return iterate(ready.pop(), group_coefficients(group))
 
 

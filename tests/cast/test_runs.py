@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fcoptim.cast import RULES, Runs, cast_, cpu, reference, replay_, start_accumulator_
 from fcoptim.cast.rules import HASHED
 
-from .runs import SHARDS, SHAPE, check, master
+from .runs import SHAPE, SHARDS, check, master
 
 
 @pytest.mark.parametrize("shard", SHARDS)

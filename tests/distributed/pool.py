@@ -17,10 +17,15 @@ class JobFailed(AssertionError):
 
 
 class Pool:
-    """Up to ``size`` ranks; the processes start at the first job, and anew after one that hung."""
+    """Up to ``size`` ranks; the processes start at the first job, and anew after one that hung.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    Args:
+        size: The most ranks of a job.
+        backend: For ``torch.distributed``.
+    """
+
+    def __init__(self, size: int, backend: str = "gloo") -> None:
+        self.size, self.backend = size, backend
         self.workers = []
 
     def _start(self) -> None:
@@ -29,7 +34,7 @@ class Pool:
         os.environ["OMP_NUM_THREADS"] = "1"
         for _ in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process = context.Process(target=_serve, args=(there, self.backend), daemon=True)
             process.start()
             self.workers.append((process, here))
         os.environ.pop("OMP_NUM_THREADS")
@@ -47,7 +52,11 @@ class Pool:
             if not all(pipe.poll(SECONDS) for _, pipe in chosen):
                 self.close()
                 raise JobFailed(f"{function.__name__} did not end within {SECONDS} s")
-            answers = [pipe.recv() for _, pipe in chosen]
+            try:
+                answers = [pipe.recv() for _, pipe in chosen]
+            except EOFError:
+                self.close()
+                raise JobFailed(f"a process died in {function.__name__}; see its stderr") from None
         failed = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(answers) if not good]
         if failed:
             raise JobFailed("\n".join(failed))
@@ -62,7 +71,7 @@ class Pool:
         self.workers = []
 
 
-def _serve(pipe) -> None:
+def _serve(pipe, backend) -> None:
     import torch
     import torch.distributed as dist
 
@@ -73,7 +82,7 @@ def _serve(pipe) -> None:
         except EOFError:
             return
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+            backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
         try:
             with warnings.catch_warnings():

@@ -15,15 +15,21 @@ from fcoptim.distributed import shards
 from fcoptim.masters import OWN_KEYS
 
 
-def model(dtype: torch.dtype = torch.bfloat16, *, seed: int = 0) -> nn.Sequential:
+def model(dtype: torch.dtype = torch.bfloat16, *, seed: int = 0, width: int = 13) -> nn.Sequential:
     """Sizes that 2 and 4 don't divide, a bias of 3 and one of 1 element: uneven and empty shards.
 
     The weights lie on the bf16 grid, so that models of both dtypes hold the same.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = nn.Sequential(nn.Linear(8, 13), nn.Tanh(), nn.Linear(13, 12), nn.Tanh(), nn.Linear(12, 3), nn.Linear(3, 1))
+        layers = [nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 12), nn.Tanh(), nn.Linear(12, 3), nn.Linear(3, 1)]
+    made = nn.Sequential(*layers)
     return made.bfloat16().to(dtype)
+
+
+def device() -> str:
+    """Where the ranks of this process group compute."""
+    return "cuda" if "nccl" in dist.get_backend() else "cpu"
 
 
 def shard(made: nn.Module, how: str, **options) -> nn.Module:
@@ -37,23 +43,24 @@ def shard(made: nn.Module, how: str, **options) -> nn.Module:
         options: For ``fully_shard``.
     """
     world = dist.get_world_size()
+    made = made.to(device())
     if how == "whole":
         return made
     if how == "fsdp":
-        return _by_layer(made, mesh=init_device_mesh("cpu", (world,)), **options)
+        return _by_layer(made, mesh=init_device_mesh(device(), (world,)), **options)
     if how == "fsdp_dim1":
         options["shard_placement_fn"] = lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % world == 0 else Shard(0)
-        return _by_layer(made, mesh=init_device_mesh("cpu", (world,)), **options)
+        return _by_layer(made, mesh=init_device_mesh(device(), (world,)), **options)
     if how == "hsdp":
-        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device(), (world // 2, 2), mesh_dim_names=("replicate", "shard"))
         return _by_layer(made, mesh=mesh, **options)
     if how == "tp":
-        return _tensor_parallel(made, init_device_mesh("cpu", (world,)))
+        return _tensor_parallel(made, init_device_mesh(device(), (world,)))
     if how == "fsdp_tp":
-        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(device(), (world // 2, 2), mesh_dim_names=("dp", "tp"))
         return _by_layer(_tensor_parallel(made, mesh["tp"]), mesh=mesh["dp"], **options)
     assert how == "replicate"
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(device(), (world,))
     for module in made.modules():
         for name, param in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, nn.Parameter(DTensor.from_local(param.detach(), mesh, [Replicate()])))
@@ -93,6 +100,7 @@ def train(made: nn.Module, opt: FairCastOptimizer, steps: range, dtype: torch.dt
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         x, y = torch.randn(16, 8, generator=generator).to(dtype), torch.randn(16, 1, generator=generator)
+        x, y = x.to(device()), y.to(device())
         loss = (made(x).float() - y).square().mean()
         loss.backward()
         opt.step()
@@ -103,7 +111,7 @@ def train(made: nn.Module, opt: FairCastOptimizer, steps: range, dtype: torch.dt
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """A detached copy of the whole tensor, on every rank."""
-    return shards.full(tensor.detach()).clone()
+    return shards.full(tensor.detach()).to("cpu", copy=True)
 
 
 def everything(opt: FairCastOptimizer) -> dict[str, torch.Tensor]:
@@ -117,10 +125,12 @@ def everything(opt: FairCastOptimizer) -> dict[str, torch.Tensor]:
     return out
 
 
-def built(how: str, rounding: str, dtype: torch.dtype = torch.bfloat16, lag=None, mp: bool = False, **options):
+def built(
+    how: str, rounding: str, dtype: torch.dtype = torch.bfloat16, lag=None, mp: bool = False, width: int = 13, **options
+):
     """A sharded model and AdamW around it."""
     policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if mp else {}
-    made = shard(model(dtype), how, **policy)
+    made = shard(model(dtype, width=width), how, **policy)
     options = {"lr": 1e-3, "weight_decay": 0.1, **options}
     optimizer = options.pop("optimizer", torch.optim.AdamW)
     return made, FairCastOptimizer(made, optimizer, rounding=rounding, seed=5, lag=lag, **options)

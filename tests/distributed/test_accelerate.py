@@ -1,4 +1,4 @@
-"""accelerate's own FSDP2 path, on the CPU: it upcasts, shards and swaps the parameters after construction."""
+"""Accelerate's own FSDP2 path, on the CPU: it upcasts, shards and swaps the parameters after construction."""
 
 import os
 
@@ -58,7 +58,15 @@ def prepared(efficient, folder):
         assert_same(setups.everything(opt), end)
     finally:
         AcceleratorState._reset_state(True)
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_USE_CPU", "FSDP_VERSION", "MASTER_ADDR", "MASTER_PORT"):
+        for name in (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "ACCELERATE_USE_CPU",
+            "FSDP_VERSION",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        ):
             os.environ.pop(name, None)
     kinds = {(type(param.data), param.dtype) for param in made.parameters()}
     return losses, end, kinds == {(DTensor, torch.float32)}

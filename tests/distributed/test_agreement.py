@@ -1,5 +1,7 @@
 """Ranks that would drift apart are named at construction, on all ranks."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,10 @@ from . import setups
 
 OTHER = {
     "seed": ({"seed": 7}, r"rank 1 has another seed\b.*seed: \[(7|5)\]"),
-    "rule": ({"rounding": "dither"}, r"rank 1 has another rounding rule and other weights|rank 1 has another rounding rule"),
+    "rule": (
+        {"rounding": "dither"},
+        "rank 1 has another rounding rule",
+    ),
     "lag": ({"lag": fcoptim.lag.Ema(3).options}, "rank 1 has another lag"),
     "lr": ({"lr": 2e-3}, "rank 1 has other options"),
     "optimizer": ({"optimizer": torch.optim.Adam}, "rank 1 has another optimizer"),
@@ -37,12 +42,8 @@ def test_other_arguments_are_named(name, ranks):
     options, message = OTHER[name]
     for said in ranks(2, constructed, "whole", options, 1):
         assert said is not None
-        pytest.raises(ValueError, _say, said).match(message)
+        assert re.search(message, said)
         assert "process_group" in said
-
-
-def _say(text):
-    raise ValueError(text)
 
 
 @pytest.mark.parametrize("how", ["fsdp", "hsdp", "fsdp_tp"])

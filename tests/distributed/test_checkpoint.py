@@ -3,7 +3,13 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict, set_optimizer_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 import fcoptim.lag
@@ -19,6 +25,7 @@ RUNS = {
     "kept": {"rounding": "stochastic", "keep_fp32": "2.*", "dtype": torch.float32},
     "sgd": {"rounding": "stochastic", "optimizer": torch.optim.SGD, "momentum": 0.9},
     "plain_sgd": {"rounding": "error_feedback", "optimizer": torch.optim.SGD},
+    "kept_sgd": {"rounding": "dither", "optimizer": torch.optim.SGD, "keep_fp32": "2.*", "dtype": torch.float32},
 }
 
 
@@ -66,7 +73,9 @@ def test_resume_from_2_ranks_to_4_and_1(run, flatten, ranks, tmp_path):
             assert_same(found, expected[0])
 
 
-@pytest.mark.parametrize(("source", "target", "world"), [("whole", "fsdp", 1), ("fsdp", "fsdp_tp", 4), ("tp", "hsdp", 2)])
+@pytest.mark.parametrize(
+    ("source", "target", "world"), [("whole", "fsdp", 1), ("fsdp", "fsdp_tp", 4), ("tp", "hsdp", 2)]
+)
 def test_resume_in_another_layout(source, target, world, ranks, tmp_path):
     """From one process to shards, from shards to a mesh of two dimensions, from tensor parallelism to HSDP."""
     expected = ranks(world, save, source, "error_feedback", str(tmp_path), False, 2)
@@ -76,7 +85,7 @@ def test_resume_in_another_layout(source, target, world, ranks, tmp_path):
 
 @pytest.mark.parametrize(("run", "flatten"), [("stochastic", True), ("error_feedback", False), ("plain_sgd", True)])
 def test_before_any_step(run, flatten, ranks, tmp_path):
-    """torch fills the state by a step with lr 0: nothing is cast by it, and masters, moments and counts are saved."""
+    """DCP fills the state by a step with lr 0: nothing is cast by it, and masters, moments and counts are saved."""
     expected = ranks(2, save, "fsdp", run, str(tmp_path), flatten, 0)
     fresh = ranks(2, start, "fsdp", run)[0]
     for result in expected:

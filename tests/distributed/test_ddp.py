@@ -39,7 +39,11 @@ def replicas(rounding, storage, hook, steps=200):
 
 @pytest.mark.parametrize(
     ("rounding", "storage", "hook"),
-    [*((rule, "bfloat16", False) for rule in RULES), ("stochastic", "float32", False), ("error_feedback", "bfloat16", True)],
+    [
+        *((rule, "bfloat16", False) for rule in RULES),
+        ("stochastic", "float32", False),
+        ("error_feedback", "bfloat16", True),
+    ],
 )
 def test_replicas_stay_equal(rounding, storage, hook, ranks):
     """Field report 4: masters, served weights and accumulators equal bit for bit after 200 steps.

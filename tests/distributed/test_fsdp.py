@@ -36,7 +36,7 @@ def test_real_training_equals_one_process(rounding, ranks):
 
 @pytest.mark.parametrize("rounding", ["stochastic", "error_feedback"])
 def test_mixed_precision_equals_bf16_storage(rounding, ranks):
-    """fp32 shards that FSDP2 casts to bf16 at each all-gather: the cast is exact, so the run is that of bf16 storage."""
+    """FSDP2 casts fp32 shards to bf16 at each all-gather: the cast is exact, so the run is that of bf16 storage."""
     expected = ranks(2, trained, "fsdp", rounding)[0]
     for losses, state, dtypes in ranks(2, trained, "fsdp", rounding, FP32, True):
         assert set(dtypes) == {"torch.float32"}
@@ -52,7 +52,9 @@ def said():
             warnings.simplefilter("always")
             made, opt = setups.built("fsdp", "stochastic", dtype)
         on_grid = all(torch.equal(p.to_local(), p.to_local().bfloat16().to(dtype)) for p in made.parameters())
-        out.append(([str(w.message) for w in caught if "storage" in str(w.message)], repr(opt).split("(Adam")[1][:30], on_grid))
+        out.append(
+            ([str(w.message) for w in caught if "storage" in str(w.message)], repr(opt).split("(Adam")[1][:30], on_grid)
+        )
     return out
 
 
@@ -190,29 +192,51 @@ def test_served_state_dict_streams_full_tensors(dtype, mp, ranks):
         assert_same(full, {name: expected[f"served {name}"] for name in full})
 
 
-def masters_shown():
-    made, opt = setups.built("fsdp", "stochastic", FP32)
-    setups.train(made, opt, range(2), FP32)
-    plain = setups.model(FP32)
-    plain.load_state_dict({name: setups.full(value) for name, value in opt.master_state_dict().items()})
-    before = setups.everything(opt)
+def masters_shown(how, dtype, mp, steps):
+    """Train, look at the masters, train on, look again; the same without looking."""
+    width = 12 if "tp" in how else 13  # torch's tensor parallelism computes with even shards only
+    made, opt = setups.built(how, "stochastic", dtype, mp=mp, width=width)
+    other, unseen = setups.built(how, "stochastic", dtype, mp=mp, width=width)
+    made[4].bias.requires_grad_(False)
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        served = made(x)
-        with opt.masters_as_weights():
-            assert torch.equal(made(x), plain(x))
-        assert torch.equal(made(x), served) and not torch.equal(served, plain(x))
-    assert_same(setups.everything(opt), before)
-    setups.train(made, opt, range(2, 3), FP32)
-    _, narrow = setups.built("fsdp", "stochastic", BF16)
-    with pytest.raises(NotImplementedError, match="bfloat16 DTensors"), narrow.masters_as_weights():
-        pass
+    plain = setups.model(FP32, width=width)
+    for first in range(0, 2 * steps or 1, steps or 1):
+        for step in range(first, first + steps):
+            setups.step_with_gradients(opt, range(step, step + 1))
+            setups.step_with_gradients(unseen, range(step, step + 1))
+        plain.load_state_dict({name: setups.full(value) for name, value in opt.master_state_dict().items()})
+        with torch.no_grad():
+            served = made(x.to(BF16)) if dtype is BF16 or mp else made(x)
+            with opt.masters_as_weights():
+                seen = made(x)
+                assert all(param.dtype is FP32 for param in made.parameters())
+            assert torch.allclose(setups.full(seen), plain(x), rtol=1e-5, atol=1e-6), (seen, plain(x))
+            again = made(x.to(BF16)) if dtype is BF16 or mp else made(x)
+        assert torch.equal(setups.full(again), setups.full(served))
+        assert all(param.dtype is dtype for param in made.parameters())
+    if how == "fsdp":
+        losses = [
+            setups.train(*pair, range(2), FP32 if dtype is FP32 and not mp else BF16)
+            for pair in ((made, opt), (other, unseen))
+        ]
+        assert losses[0][0] == losses[1][0]
     return True
 
 
-def test_masters_as_weights(ranks):
-    """The fp32 model, computed by all ranks together; the served weights come back bit for bit."""
-    assert all(ranks(2, masters_shown))
+@pytest.mark.parametrize("steps", [0, 2], ids=["before any step", "between steps"])
+@pytest.mark.parametrize(
+    ("how", "world", "dtype", "mp"),
+    [
+        ("fsdp", 2, BF16, False),
+        ("fsdp", 2, FP32, True),
+        ("fsdp", 4, FP32, False),
+        ("tp", 2, BF16, False),
+        ("fsdp_tp", 4, BF16, False),
+    ],
+)
+def test_masters_as_weights(how, world, dtype, mp, steps, ranks):
+    """The fp32 model, computed by all ranks together, without mixed precision; then the served one as before."""
+    assert all(ranks(world, masters_shown, how, dtype, mp, steps))
 
 
 def swapped():
@@ -238,7 +262,7 @@ def swapped():
 
 
 def test_parameters_swapped_after_construction(ranks):
-    """accelerate upcasts to fp32, shards and swaps the groups' parameters: the run is that of bf16 storage, and said."""
+    """As accelerate does, upcast, sharded, swapped in the groups: the run is that of bf16 storage, and it is said."""
     expected = ranks(1, trained, "whole")[0]
     first, second = ranks(2, swapped)
     assert len(first[2]) == 1 and not second[2]

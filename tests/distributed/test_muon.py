@@ -48,12 +48,20 @@ def stepped(how, options):
     return setups.everything(opt), sizes
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("how", "world"), [("fsdp", 2), ("fsdp", 4), ("fsdp_dim1", 2), ("hsdp", 4), ("fsdp_tp", 4)])
+LAYOUTS = [("fsdp", 2), ("fsdp", 4), ("fsdp_dim1", 2), ("hsdp", 4), ("fsdp_tp", 4)]
+
+
+@pytest.mark.parametrize(
+    ("how", "world", "options"),
+    [
+        *((*layout, "default") for layout in LAYOUTS),
+        ("fsdp", 2, "polar_fp32"),
+        ("fsdp", 4, "split"),
+        ("fsdp_tp", 4, "split"),
+    ],
+)
 def test_equals_one_process(how, world, options, ranks):
     """Masters and served bits after three steps are those of one process."""
-    if options != "default" and how != "fsdp":
-        pytest.skip("options don't depend on the layout")
     expected, _ = ranks(1, stepped, "whole", OPTIONS[options])[0]
     for state, _ in ranks(world, stepped, how, OPTIONS[options]):
         assert_same(state, expected)

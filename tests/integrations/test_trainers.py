@@ -1,4 +1,4 @@
-"""transformers' Trainer, TRL's SFTTrainer and GRPOTrainer with ``optimizers=(opt, None)``: unchanged, by the real ones."""
+"""transformers' Trainer, TRL's SFTTrainer and GRPOTrainer, the real ones, with ``optimizers=(opt, None)``."""
 
 import shutil
 import warnings
@@ -26,13 +26,19 @@ def test_trains(kind, bf16, storage, tmp_path):
     run.train()
     assert unwrap(run.optimizer) is opt and run.model is model
     assert all(int(opt.state[p]["cast_count"]) == 3 for p in model.parameters())
-    assert opt.wrapped.param_groups[0]["lr"] == opt.param_groups[0]["lr"] < 1e-3
+    assert opt.wrapped.param_groups[0]["lr"] == pytest.approx(1e-3 / 3), "the rate of the last of three steps"
+    assert opt.param_groups[0]["lr"] == 0.0, "linear decay has ended"
     for name, master in opt.named_masters():
         served = model.get_parameter(name)
         assert not torch.equal(master, before[name]), f"{name} has not moved"
         assert not lies_on_grid(master) and lies_on_grid(served)
         assert served.dtype is getattr(torch, storage)
         assert ((served.float() - master).abs() <= master.abs() * 2**-7).all()
+
+
+def both_halves(opt):
+    served = {name: p for group in opt.param_groups for name, p in zip(group["param_names"], group["params"])}
+    return [(served[name], master) for name, master in opt.named_masters()]
 
 
 def snapshot_of_masters(opt):
@@ -55,7 +61,7 @@ def test_both_storages_and_autocast_serve_one_policy(kind, tmp_path):
 @pytest.mark.parametrize("rounding", ["stochastic", "error_feedback"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumes_from_a_checkpoint(kind, rounding, storage, tmp_path):
-    """Traps 1, 5, 8: two steps, a checkpoint, a new process's objects, two more: bit for bit what four in a row give."""
+    """Traps 1, 5, 8: two steps, a checkpoint, new objects, two more steps: bit for bit what four in a row give."""
     options = {"max_steps": 4, "save_steps": 2, "save_strategy": "steps", "bf16": True}
     model, opt = pair(storage, rounding)
     trainer(kind, tmp_path / "whole", model, optimizers=(opt, None), **options).train()
@@ -87,7 +93,7 @@ def test_evaluates_and_saves_what_it_serves(kind, storage, tmp_path):
         per_device_eval_batch_size=4,
     )
     run.train()
-    assert sum("eval_loss" in entry for entry in run.state.log_history) == 1
+    assert sum("eval_loss" in entry for entry in run.state.log_history) == 2, "at step 2 and at the end"
     before = snapshot(opt)
     run.evaluate()
     assert_same_bits(before, snapshot(opt))
@@ -99,10 +105,29 @@ def test_evaluates_and_saves_what_it_serves(kind, storage, tmp_path):
     assert all(torch.equal(value, served[name]) for name, value in loaded.state_dict().items())
 
 
-def test_trap_8_the_models_file_alone_is_resumed(tmp_path):
-    """Trap 8: a checkpoint whose optimizer file is gone loads its weights; the step says that the masters are others."""
+def test_trap_2_prepare_does_not_undo_what_was_loaded():
+    """Traps 2 and 8: weights loaded before accelerate sends the optimizer's own state through its loader stay.
+
+    Trainer resumes in that order. The next step says that they are not what the masters serve.
+    """
     model, opt = pair()
-    trainer("Trainer", tmp_path, model, optimizers=(opt, None), max_steps=2, save_steps=2, save_strategy="steps").train()
+    loaded = tiny.model(seed=1).bfloat16()
+    model.load_state_dict(loaded.state_dict())
+    opt.load_state_dict(opt.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters()))
+    model(**{key: torch.ones(1, 4, dtype=torch.long) for key in ("input_ids", "labels")}).loss.backward()
+    with pytest.raises(RuntimeError, match="adopt_served_"):
+        opt.step()
+    opt.adopt_served_()
+    opt.step()
+
+
+def test_trap_8_the_models_file_alone_is_resumed(tmp_path):
+    """Trap 8: a checkpoint whose optimizer file is gone loads its weights; the step says what the masters are."""
+    model, opt = pair()
+    trainer(
+        "Trainer", tmp_path, model, optimizers=(opt, None), max_steps=2, save_steps=2, save_strategy="steps"
+    ).train()
     (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
     model, opt = pair()
     run = trainer("Trainer", tmp_path, model, optimizers=(opt, None), max_steps=4)
@@ -121,12 +146,7 @@ def test_trap_8_the_models_file_is_from_elsewhere(tmp_path):
     run = trainer("Trainer", tmp_path, model, optimizers=(opt, None), max_steps=4)
     with pytest.warns(UserWarning, match="masters"):
         run.train(resume_from_checkpoint=True)
-    assert all(lies_on_grid(p) and ((p.float() - m).abs() <= m.abs() * 2**-7).all() for p, m in zip_weights(opt))
-
-
-def zip_weights(opt):
-    served = {name: p for group in opt.param_groups for name, p in zip(group["param_names"], group["params"])}
-    return [(served[name], master) for name, master in opt.named_masters()]
+    assert all(lies_on_grid(p) and ((p.float() - m).abs() <= m.abs() * 2**-7).all() for p, m in both_halves(opt))
 
 
 def test_weights_loaded_at_the_end_are_noticed(tmp_path):
@@ -142,6 +162,7 @@ def test_weights_loaded_at_the_end_are_noticed(tmp_path):
         load_best_model_at_end=True,
         metric_for_best_model="eval_loss",
         greater_is_better=True,
+        lr_scheduler_type="constant",
         **options,
     )
     run.train()
@@ -169,7 +190,7 @@ class Switching(torch.optim.SGD):
 
 
 def test_trap_11_modes_reach_the_wrapped_optimizer(tmp_path):
-    """Trap 11: Trainer calls ``train()`` at every step and ``eval()`` at evaluation; both pass through, if they exist."""
+    """Trap 11: Trainer calls ``train()`` at every step and ``eval()`` at evaluation; both pass through."""
     model = tiny.model()
     opt = FairCastOptimizer(model, Switching)
     run = trainer("Trainer", tmp_path, model, optimizers=(opt, None), eval_dataset=tiny.tokenized(4), max_steps=2)
@@ -251,12 +272,12 @@ def test_callback_logs(tmp_path):
     """The figures of each cast are in the trainer's history, at the step they belong to."""
     model, opt = pair()
     run = trainer("SFTTrainer", tmp_path, model, optimizers=(opt, None))
-    FairCastCallback(figures=lambda: {"lag": 3.0}).attach(run)
+    FairCastCallback().attach(run)
     run.train()
     entries = [entry for entry in run.state.log_history if "fcoptim/changed" in entry]
     assert [entry["step"] for entry in entries] == [1, 2, 3]
     assert entries[-1]["fcoptim/changed"] == opt.cast_stats().changed > 0
-    assert entries[-1]["fcoptim/lag"] == 3.0
+    assert all(0 < entry["fcoptim/tracked"] < 2 and entry["fcoptim/lag"] >= 0 for entry in entries)
 
 
 def test_no_fair_cast_at_all_is_refused(tmp_path):
@@ -272,7 +293,7 @@ def test_another_models_optimizer_is_refused(tmp_path):
     _, opt = pair()
     run = trainer("Trainer", tmp_path, tiny.model(), optimizers=(opt, None))
     FairCastCallback().attach(run)
-    with pytest.raises(ValueError, match=r"built on other parameters.*trainable parameters of the model"):
+    with pytest.raises(ValueError, match=r"built on other parameters.*24 of its 24 are not the model's"):
         run.train()
 
 
@@ -280,8 +301,16 @@ def test_frozen_after_construction_is_refused():
     """Everything frozen after the optimizer was built: a run that would train nothing."""
     model, opt = pair()
     model.requires_grad_(False)
-    with pytest.raises(ValueError, match="every parameter .* is frozen"):
+    with pytest.raises(ValueError, match=r"every parameter .* is frozen.*nothing is trained"):
         check_setup(model, opt)
+
+
+def test_parameters_left_out_are_warned_of():
+    """An optimizer on a part of the model, the rest not frozen: it may be meant, so it is said and goes on."""
+    model = tiny.model()
+    opt = FairCastOptimizer(model.model.layers[0].parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.warns(UserWarning, match=r"13 trainable parameters .* not in the FairCastOptimizer"):
+        assert check_setup(model, opt) is opt
 
 
 def test_kept_matrices_under_autocast_are_warned_of(tmp_path):
@@ -304,8 +333,7 @@ def test_float16_is_warned_of():
 
 
 def test_an_upcast_model_goes_on(tmp_path):
-    """A tool that widens the model after construction (``model.float()``) changes storage, not values: the run is
-    bit for bit that of ``storage="float32"``."""
+    """``model.float()`` after construction changes storage, not values: the run is that of ``storage="float32"``."""
     model, opt = pair("bfloat16")
     model.float()
     trainer("Trainer", tmp_path, model, optimizers=(opt, None), bf16=True).train()
@@ -313,3 +341,19 @@ def test_an_upcast_model_goes_on(tmp_path):
     trainer("Trainer", tmp_path, other_model, optimizers=(other, None), bf16=True).train()
     assert_same_bits(snapshot(opt), snapshot(other))
     assert all(p.dtype is torch.float32 and lies_on_grid(p) for p in model.parameters())
+
+
+def test_a_model_narrowed_between_steps_goes_on(tmp_path):
+    """TRL's continuous batching calls ``model.to(torch.bfloat16)`` before each rollout: masters keep their bits."""
+    model, opt = pair("float32")
+
+    class Narrow(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            before = [p.float() for p in model.parameters()]
+            model.to(torch.bfloat16)
+            assert all(torch.equal(p.float(), value) for p, value in zip(model.parameters(), before))
+
+    trainer("Trainer", tmp_path, model, optimizers=(opt, None), bf16=True, callbacks=[Narrow()]).train()
+    assert all(p.dtype is torch.bfloat16 for p in model.parameters())
+    assert not any(lies_on_grid(master) for _, master in opt.named_masters())
+    assert opt.cast_stats().changed > 0 and opt.cast_stats().error_rms < 1

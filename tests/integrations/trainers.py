@@ -52,7 +52,9 @@ def trainer(kind: str, folder: Path, model: Any, mixin: type | None = None, **op
     return cls(model=model, args=args, processing_class=tiny.tokenizer(), **own)
 
 
-def pair(storage: str = "bfloat16", rounding: str = "stochastic", **options: Any) -> tuple[nn.Module, FairCastOptimizer]:
+def pair(
+    storage: str = "bfloat16", rounding: str = "stochastic", **options: Any
+) -> tuple[nn.Module, FairCastOptimizer]:
     """The tiny model under FairCastOptimizer."""
     model = tiny.model()
     return model, FairCastOptimizer(model, torch.optim.AdamW, lr=1e-3, rounding=rounding, storage=storage, **options)

@@ -14,6 +14,7 @@ from .helpers import (
     RULES,
     UNBIASED,
     assert_same,
+    assert_same_run,
     batch,
     equal_bits,
     mlp,
@@ -590,3 +591,20 @@ def test_two_optimizers_on_one_model():
     before = [p.detach().clone() for p in model[0].parameters()]
     second.step()
     assert all(equal_bits(a, b.detach()) for a, b in zip(before, model[0].parameters()))
+
+
+def test_an_empty_param_group():
+    """Trainers sort parameters into groups by weight decay, and one of them may stay empty (LoRA has no norms)."""
+    model = mlp()
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
+    opt = FairCastOptimizer(model, torch.optim.AdamW(groups, lr=1e-3))
+    train(opt, model, range(2))
+    other = mlp(seed=1)
+    groups = [{"params": list(other.parameters()), "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
+    resumed = FairCastOptimizer(other, torch.optim.AdamW(groups, lr=1e-3))
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(opt.state_dict())
+    train(opt, model, range(2, 4))
+    train(resumed, other, range(2, 4))
+    assert [len(group["params"]) for group in opt.param_groups] == [4, 0]
+    assert_same_run(opt, resumed)

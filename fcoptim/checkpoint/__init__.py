@@ -1,0 +1,12 @@
+"""Checkpoints: fp32 masters, served model, optimizer state and extras as one folder, whole or absent.
+
+``layout.py`` says what a folder holds; ``plan.py`` and ``writing.py`` make it, ``folder.py`` puts it in place;
+``opened.py`` reads one.
+"""
+
+from .interop import from_torch, to_torch
+from .layout import CheckpointError
+from .load import load_checkpoint
+from .save import Saving, save_checkpoint
+
+__all__ = ["CheckpointError", "Saving", "from_torch", "load_checkpoint", "save_checkpoint", "to_torch"]

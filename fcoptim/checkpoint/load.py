@@ -1,0 +1,198 @@
+"""``load_checkpoint``: everything is checked before anything is changed."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import lagging, loading
+from ..masters import MASTER, Entry, Member
+from ..optimizer import FairCastOptimizer, unwrap
+from . import naming
+from .folder import resolve
+from .layout import CheckpointError
+from .opened import Opened, Saved
+from .save import wait_for
+from .start import start_from
+from .target import Pair, match
+
+_DAMAGED = "these files are damaged or don't belong to it"
+_MISALIGNED = "the saved served weights are not what the saved masters and state serve, in these tensors"
+
+
+def load_checkpoint(path: str | os.PathLike[str], opt: FairCastOptimizer, *, strict: bool = True) -> dict[str, Any]:
+    """Load what ``save_checkpoint`` wrote, so that training goes on bit for bit.
+
+    Parameters are matched by name. Every file is compared with the manifest, and the served weights are rebuilt from
+    masters and state and compared with the saved ones, before anything is changed.
+
+    A folder that holds nothing but a model is taken too: its weights become the masters, and a warning says so.
+
+    Args:
+        path: The folder.
+        opt: Built on the same model, with the same kind of optimizer; or what a framework has put around it.
+        strict: Whether a difference is an error. With False it is a warning; masters and state are loaded as they are,
+            and the served weights are what they say. What can't be read is an error in any case. Default True.
+
+    Returns:
+        The training's own values, by name, and ``"step"``.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or doesn't fit; files, tensors or parameters are named. Nothing was
+            changed.
+        FileNotFoundError: There is no such folder.
+    """
+    opt = unwrap(opt)
+    folder = resolve(path)
+    wait_for(opt, folder)
+    if opt._shared.showing_masters:
+        raise RuntimeError("load_checkpoint inside masters_as_weights(): leave the with block first")
+    opened = Opened(folder, strict=strict)
+    source = f"checkpoint {opened.folder}"
+    _judge(opened.damaged(), f"{source}: {_DAMAGED}", strict)
+    if not opened.has_state:
+        start_from(opt, opened.served, opened.served.metadata, source)
+        warnings.warn(
+            f"{opened.folder} holds a model only: its weights are now the masters, the optimizer's state starts anew",
+            stacklevel=2,
+        )
+        return {"step": 0}
+    groups, saved = _match_parameters(opened, opt, source)
+    pairs = match(opt, opened.served, opened.state["tied"], source)
+    misaligned = opened.misaligned()
+    _judge(misaligned, f"{source}: {_MISALIGNED}", strict)
+    extra = opened.extra()
+    _commit(opt, opened, groups, saved, pairs, aligned=not misaligned)
+    return {"step": opened.manifest.step if opened.manifest is not None else 0, **extra}
+
+
+def _judge(found: list[str], what: str, strict: bool) -> None:
+    """Refuse or warn.
+
+    Raises:
+        CheckpointError: Something was found and ``strict``.
+    """
+    if not found:
+        return
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    text = f"{what}: {'; '.join(found[:5])}{more}"
+    if strict:
+        raise CheckpointError(f"{text}. Nothing was loaded; load an earlier checkpoint, or pass strict=False")
+    warnings.warn(text, stacklevel=3)
+
+
+class Fitting(NamedTuple):
+    """A parameter with its saved state and the options its group will have.
+
+    Attributes:
+        member: As it is.
+        saved: As it was saved.
+        group: Its param group after the load; one dict for all of its parameters.
+    """
+
+    member: Member
+    saved: Saved
+    group: dict[str, Any]
+
+
+def _match_parameters(
+    opened: Opened, opt: FairCastOptimizer, source: str
+) -> tuple[list[dict[str, Any]], list[Fitting]]:
+    """Pair every parameter with its saved state, and check that it fits.
+
+    Returns:
+        The param groups after the load, and the parameters.
+
+    Raises:
+        CheckpointError: It doesn't; see ``loading.match_groups`` and ``loading.check_own``.
+    """
+    by_name = {saved.name: saved for saved in opened.parameters()}
+    packed = [{**group, "params": group["param_names"]} for group in opened.groups]
+    groups, found = [], []
+    try:
+        matched = loading.match_groups(opt.param_groups, packed)
+        for group, members, (saved_group, ids) in zip(opt.param_groups, opt._members(), matched):
+            merged = loading.load_options(group, saved_group)
+            groups.append(merged)
+            for member in members:
+                saved = by_name[ids[member.name]]
+                _check_fit(member, saved, merged)
+                found.append(Fitting(member, saved, merged))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{source} doesn't fit this optimizer: {error}") from error
+    return groups, found
+
+
+def _check_fit(member: Member, saved: Saved, group: dict[str, Any]) -> None:
+    if not member.kept:
+        loading.check_own(member.name, member.param, group, saved.entry)
+    elif MASTER in saved.entry:
+        raise CheckpointError(
+            f"parameter {member.name!r} is kept in fp32 here, but was cast when it was saved; pass the same keep_fp32"
+        )
+
+
+@torch.no_grad()
+def _commit(
+    opt: FairCastOptimizer,
+    opened: Opened,
+    groups: list[dict[str, Any]],
+    saved: list[Fitting],
+    pairs: list[Pair],
+    aligned: bool,
+) -> None:
+    """Load what was checked, into the tensors that are here already where they fit, so that memory does not grow.
+
+    Args:
+        opt: Changed, with its model.
+        opened: The checkpoint.
+        groups: The param groups after the load.
+        saved: Its parameters.
+        pairs: Its served weights.
+        aligned: Whether these are what masters and state serve; else the weights are cast anew.
+    """
+    entries = {one.member.name: _refilled(one) for one in saved}
+    opt._install(groups, entries)
+    members = opt._flat()
+    cast = {id(member.param) for member in members if not member.kept}
+    for value, key in pairs:
+        if aligned or id(value) not in cast:
+            value.copy_(opened.served[key])
+    if not aligned:
+        opt._restore_served(members)
+    for member in members:
+        lagging.relink(member)
+    opt._shared.watch.remember(members)
+    _load_loose(opt, opened)
+    for hook in opt._optimizer_load_state_dict_post_hooks.values():
+        hook(opt)
+
+
+def _refilled(one: Fitting) -> Entry:
+    """A parameter's saved state, in the tensors it has now where these fit."""
+    member, saved = one.member, one.saved
+    reused, rest = {}, {}
+    for key, value in saved.entry.items():
+        old: Any = member.entry.get(key)
+        if _same_form(old, value) and old.device == member.param.device:
+            reused[key] = old.copy_(value)
+        else:
+            rest[key] = value
+    return {**reused, **loading.place_entry(member.param, one.group, rest)}
+
+
+def _same_form(old: Any, new: Any) -> bool:
+    both = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and old.layout is torch.strided
+    return both and new.ndim > 0 and old.shape == new.shape and old.dtype == new.dtype
+
+
+def _load_loose(opt: FairCastOptimizer, opened: Opened) -> None:
+    """Hand modules their extra state."""
+    loose = opened.state_decoder.decode(opened.state["loose"])
+    if loose and opt._shared.model is not None:
+        model = naming.bare(opt._shared.model)
+        names = {naming.file_name(name): name for name in model.state_dict(keep_vars=True)}
+        model.load_state_dict({names[name]: value for name, value in loose.items() if name in names}, strict=False)

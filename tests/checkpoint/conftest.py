@@ -1,0 +1,3 @@
+"""Fixtures of the checkpoints' tests."""
+
+from tests.optimizer.conftest import one_thread, rounding, storage  # noqa: F401
