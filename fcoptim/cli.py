@@ -201,6 +201,35 @@ def diff(
 
 
 @app.command()
+def forecast(
+    path: Annotated[Path, typer.Argument(help="A .safetensors file, or a model's folder.")],
+    lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 1e-6,
+    beta1: Annotated[float, typer.Option(help="AdamW's.")] = 0.9,
+    beta2: Annotated[float, typer.Option(help="AdamW's.")] = 0.999,
+    signal: Annotated[float, typer.Option(help="Mean of a weight's gradient over its standard deviation.")] = 0.3,
+    steps: Annotated[int, typer.Option(help="How far to look ahead.")] = 120,
+    out: Annotated[Path, typer.Option(help="The histogram.")] = Path("forecast.png"),
+) -> None:
+    """Say, before any training, how late round-to-nearest will serve a model's updates."""
+    with _one_line_errors():
+        from .reports import forecast_report
+
+        forecast_report(path, lr=lr, beta1=beta1, beta2=beta2, signal=signal, steps=steps, out=out)
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="JSON lines of one or several runs.")],
+    out: Annotated[Path, typer.Option(help="The picture.")] = Path("runs.png"),
+) -> None:
+    """Draw changed share, tracked share, lag and reward of runs side by side."""
+    with _one_line_errors():
+        from .reports import plot_report
+
+        plot_report(runs, out)
+
+
+@app.command()
 def version() -> None:
     """Print the versions of fcoptim and torch."""
     import torch

@@ -18,6 +18,7 @@ Source = nn.Module | Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torc
 
 _FORMAT = 1
 _THINNING = 16  # one in so many coordinates has a history
+_BLOCK = 16  # so many remembered steps are looked at together
 
 
 class LagMeter:
@@ -177,15 +178,18 @@ class LagMeter:
 
     def _lag(self, tracked: float) -> tuple[float, bool]:
         """How many steps ago the masters stood where the served weights project now, and whether that is a bound."""
-        past = self._past[self._ages()].double() - self._begin[self._thin].double()
-        projections = self._census.total(past @ (self._counted[self._thin] * past[0]))
-        if float(projections[0]) <= 0 or tracked >= 1:
+        if tracked >= 1:
             return 0.0, False
-        behind = (projections / projections[0]).tolist()
-        for age in range(1, len(behind)):
-            if behind[age] <= tracked:
+        ages, begin = self._ages(), self._begin[self._thin].double()
+        weighted = self._counted[self._thin] * (self._past[ages[0]].double() - begin)
+        behind: list[float] = []
+        for some in torch.split(ages, _BLOCK):  # from the newest on, as far as needed
+            behind += self._census.total((self._past[some].double() - begin) @ weighted).tolist()
+            for age in range(max(1, len(behind) - len(some)), len(behind)):
                 newer, older = behind[age - 1], behind[age]
-                return age - (tracked - older) / (newer - older), False
+                if older <= tracked * behind[0]:
+                    gap = newer - older
+                    return age - ((tracked * behind[0] - older) / gap if gap > 0 else 0.0), False
         return float(len(behind) - 1), self._steps > self._length
 
     def _tracked_recent(self) -> float:

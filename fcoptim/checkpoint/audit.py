@@ -14,11 +14,11 @@ from ..stats import errors_in_ulps
 from .folder import resolve
 from .layout import CheckpointError
 from .opened import Opened, differing, open_weights
+from .tensorfile import count_differing
 
 KEPT = "kept in fp32"
 NOT_TRAINED = "not trained"
 _CHUNK = 1 << 20
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -173,8 +173,7 @@ def _differing(served: torch.Tensor, again: torch.Tensor) -> int:
     """How many values differ in their bits; all of them where the dtype is another."""
     if served.dtype != again.dtype:
         return served.numel()
-    word = _WORDS[served.element_size()]
-    return int((served.reshape(-1).view(word) != again.reshape(-1).view(word)).sum())
+    return count_differing(served.contiguous(), again.contiguous())
 
 
 def compare(served: str | Path, masters: str | Path, start: str | Path | None = None) -> dict[str, Fit]:

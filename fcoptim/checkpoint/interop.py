@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -140,10 +139,10 @@ def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, Mapp
         return str(path), found, found.metadata
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # what torch raises on files that are none of its own has many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{path} can't be read without running code in it: {reason}. Save plain state dicts (of tensors, numbers, "
+            f"{path} can't be read, or not without running code in it: {reason}. Save plain state dicts (of tensors, numbers, "
             "texts) with torch.save"
         ) from error
     if not isinstance(content, Mapping):
@@ -186,5 +185,10 @@ def _check_state(opt: FairCastOptimizer, state: Mapping[str, Any], source: str) 
 
 
 def _fits(found: torch.Size, wanted: torch.Size) -> bool:
-    """Whether state of one shape can belong to a parameter of another: factored moments have ones in it."""
-    return len(found) != len(wanted) or all(a in (b, 1) for a, b in zip(found, wanted))
+    """Whether state of one shape can belong to a parameter of another.
+
+    Factored moments have ones in their shapes, or lack dimensions; LBFGS keeps flat vectors of all parameters.
+    """
+    if len(found) == len(wanted):
+        return all(a in (b, 1) for a, b in zip(found, wanted))
+    return all(a in (1, *wanted) for a in found) or (len(found) == 1 and found.numel() > wanted.numel())

@@ -18,6 +18,8 @@ from .opened import Opened, Saved
 from .save import wait_for
 from .start import start_from
 from .target import Pair, match
+from .tensorfile import copy_into
+from .writing import in_threads
 
 _DAMAGED = "these files are damaged or don't belong to it"
 _MISALIGNED = "the saved served weights are not what the saved masters and state serve, in these tensors"
@@ -154,13 +156,13 @@ def _commit(
         pairs: Its served weights.
         aligned: Whether these are what masters and state serve; else the weights are cast anew.
     """
-    entries = {one.member.name: _refilled(one) for one in saved}
+    sizes = [_nbytes(one.saved.entry) for one in saved]
+    entries = dict(zip((one.member.name for one in saved), in_threads(_refilled, saved, sizes)))
     opt._install(groups, entries)
     members = opt._flat()
     cast = {id(member.param) for member in members if not member.kept}
-    for value, key in pairs:
-        if aligned or id(value) not in cast:
-            value.copy_(opened.served[key])
+    chosen = [pair for pair in pairs if aligned or id(pair.value) not in cast]
+    in_threads(lambda p: copy_into(p.value, opened.served[p.key]), chosen, [p.value.numel() for p in chosen])
     if not aligned:
         opt._restore_served(members)
     for member in members:
@@ -173,20 +175,22 @@ def _commit(
 
 def _refilled(one: Fitting) -> Entry:
     """A parameter's saved state, in the tensors it has now where these fit."""
-    member, saved = one.member, one.saved
-    reused, rest = {}, {}
-    for key, value in saved.entry.items():
-        old: Any = member.entry.get(key)
-        if _same_form(old, value) and old.device == member.param.device:
-            reused[key] = old.copy_(value)
-        else:
+    member = one.member
+    entry, rest = {}, {}
+    for key, value in one.saved.entry.items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape != member.param.shape:
             rest[key] = value
-    return {**reused, **loading.place_entry(member.param, one.group, rest)}
+            continue
+        old: Any = member.entry.get(key)
+        fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype)
+        if not fits or old.device != member.param.device:
+            old = torch.empty(value.shape, dtype=value.dtype, device=member.param.device)
+        entry[key] = copy_into(old, value)
+    return {**entry, **loading.place_entry(member.param, one.group, rest)}
 
 
-def _same_form(old: Any, new: Any) -> bool:
-    both = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and old.layout is torch.strided
-    return both and new.ndim > 0 and old.shape == new.shape and old.dtype == new.dtype
+def _nbytes(entry: Entry) -> int:
+    return sum(value.nbytes for value in entry.values() if isinstance(value, torch.Tensor))
 
 
 def _load_loose(opt: FairCastOptimizer, opened: Opened) -> None:

@@ -25,12 +25,12 @@ from .layout import (
     read_json,
     read_manifest,
 )
-from .tensorfile import CHUNK, Advance, Reader
+from .tensorfile import CHUNK, Advance, Reader, count_differing
 from .values import Decoder
 from .writing import in_threads, progress
 
 _SUFFIX = ".safetensors"
-_PIECE = 1 << 21  # elements that are cast and compared at a time
+_PIECE = 1 << 18  # elements that are cast and compared while they lie in a core's cache
 _WHOLE = ("model.safetensors.index.json", "model.safetensors")
 
 
@@ -247,12 +247,10 @@ class Opened:
 
     def misaligned(self) -> list[str]:
         """Rebuild the served weights from masters and state; name those whose saved bits differ."""
-        names = []
-        for saved in self.parameters():
-            served = self.served.get(saved.weight)
-            if served is None or differing(saved, served):
-                names.append(saved.weight)
-        return names
+        found = [(saved, self.served.get(saved.weight)) for saved in self.parameters()]
+        sizes = [0 if served is None else served.numel() for _, served in found]
+        wrong = in_threads(lambda pair: pair[1] is None or differing(pair[0], pair[1]) > 0, found, sizes)
+        return [saved.weight for (saved, _), is_wrong in zip(found, wrong) if is_wrong]
 
 
 def differing(saved: Saved, served: torch.Tensor) -> int:
@@ -274,7 +272,7 @@ def differing(saved: Saved, served: torch.Tensor) -> int:
             here = slice(first, first + _PIECE)
             entry = {**saved.entry, **{key: rows[..., here] for key, rows in shaped.items()}}
             again = replayed(Member(saved.name, flat[here], entry, saved.group, first))
-            count += int((again.view(torch.int16) != flat[here].view(torch.int16)).sum())
+            count += count_differing(again, flat[here])
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"the state of parameter {saved.name!r} is damaged: {error}") from error
     return count

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from .layout import CheckpointError, Record
@@ -185,9 +186,33 @@ def _parts(tensor: torch.Tensor, elements: int) -> Iterator[torch.Tensor]:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor in host memory, row by row; not copied if it is contiguous."""
-    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-    raw: Any = flat.view(torch.uint8).numpy()
+    raw: Any = _raw(tensor.resolve_conj().resolve_neg().contiguous())
     return memoryview(raw)
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """``target.copy_(source)`` for threads of our own.
+
+    Within host memory it keeps to the calling thread: torch would start a team of threads for each of ours, which
+    spin while they wait for each other.
+    """
+    alike = target.dtype is source.dtype and target.shape == source.shape
+    if alike and all(tensor.is_cpu and tensor.is_contiguous() for tensor in (target, source)):
+        np.copyto(_raw(target.detach()), _raw(source.detach()))
+        torch.autograd.graph.increment_version([target])
+        return target
+    return target.copy_(source)
+
+
+def count_differing(a: torch.Tensor, b: torch.Tensor) -> int:
+    """How many elements of two contiguous tensors in host memory differ in their bits; of one dtype and shape."""
+    words = f"u{a.element_size()}"
+    return int(np.count_nonzero(_raw(a.detach()).view(words) != _raw(b.detach()).view(words)))
+
+
+def _raw(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The memory of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy()
 
 
 class _Place(NamedTuple):

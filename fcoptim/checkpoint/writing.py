@@ -19,6 +19,7 @@ from .tensorfile import Advance, new_file, write_all, write_file
 
 PROGRESS_BYTES = 1_000_000_000
 _MOST_THREADS = 16
+_WAITING_THREADS = 2  # while some wait for the disk, others compute
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -70,7 +71,7 @@ def check_space(parent: Path, needed: int) -> None:
 
 
 def in_threads(work: Callable[[_T], _R], jobs: Sequence[_T], sizes: Iterable[int]) -> list[_R]:
-    """Do all jobs, the largest first, in as many threads as there are cores for this process.
+    """Do all jobs, the largest first, in a few more threads than there are cores for this process.
 
     Args:
         work: Lets go of the interpreter's lock where it takes long.
@@ -81,7 +82,8 @@ def in_threads(work: Callable[[_T], _R], jobs: Sequence[_T], sizes: Iterable[int
         What each gave, in the order of the jobs. If one raises, those that have not begun are dropped.
     """
     order = [number for _, number in sorted(zip(sizes, range(len(jobs))), reverse=True)]
-    pool = ThreadPoolExecutor(max(1, min(_cores(), len(jobs), _MOST_THREADS)), thread_name_prefix="fcoptim-files")
+    threads = min(_cores() + _WAITING_THREADS, len(jobs), _MOST_THREADS)
+    pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="fcoptim-files")
     try:
         futures = {number: pool.submit(work, jobs[number]) for number in order}
         return [futures[number].result() for number in range(len(jobs))]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..plots import new_figure
 from .model import need
 
 # Colours after Okabe and Ito, told apart by most colour-blind readers; markers and dashes say it again.
@@ -17,16 +18,6 @@ _STYLE: dict[str, dict[str, Any]] = {
     "dither": {"color": "#009E73", "marker": "^", "linestyle": "--"},
     "error_feedback": {"color": "#CC79A7", "marker": "D", "linestyle": ":"},
 }
-
-
-def _figure(width: float, height: float) -> Any:
-    """Make a figure that belongs to no window and no global registry."""
-    need("matplotlib")
-    figure: Any = importlib.import_module("matplotlib.figure")
-    agg: Any = importlib.import_module("matplotlib.backends.backend_agg")
-    made = figure.Figure(figsize=(width, height), layout="constrained", dpi=140)
-    agg.FigureCanvasAgg(made)
-    return made
 
 
 def _label(rule: str, value: float, text: str) -> str:
@@ -48,7 +39,8 @@ def plot(records: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> Non
     """
     if not records:
         raise ValueError("there is no step to plot")
-    figure = _figure(11.5, 4.8)
+    need("matplotlib")
+    figure = new_figure(11.5, 4.8)
     ticker: Any = importlib.import_module("matplotlib.ticker")
     figure.suptitle(title, fontsize=11)
     left, right = figure.subplots(1, 2)
