@@ -1,12 +1,21 @@
-"""``fcoptim bench checkpoint``: save_checkpoint and load_checkpoint against torch.save and torch.load."""
+"""``fcoptim bench checkpoint``: save_checkpoint and load_checkpoint against torch.save and torch.load.
+
+Saves are timed in one process, one after the other. Each load is timed in a process of its own, as at a resume: a
+process that loads again and again reuses memory that the system has given to it before.
+"""
 
 from __future__ import annotations
 
 import os
+import statistics
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,10 +24,15 @@ from ..checkpoint import load_checkpoint, save_checkpoint
 from ..optimizer import FairCastOptimizer
 from .cast import smollm2_shapes
 from .table import print_table
-from .timing import interleaved
+from .timing import Timing, interleaved
 
 SAVE = "torch.save"
-LOAD = "torch.load"
+LOADS = {
+    "torch.load": "read_torch",
+    "torch.load, then load_state_dict of both": "load_torch",
+    "load_checkpoint (SHA-256, served weights checked)": "load",
+}
+FILE = "torch.pt"
 # bf16 weight, fp32 master, two fp32 moments.
 _BYTES_PER_WEIGHT = 14
 
@@ -42,56 +56,85 @@ class Row:
     gigabytes_per_second: float
 
 
-class _Workload:
-    """A model of SmolLM2's shapes, as many layers as fit, with AdamW's state; and the calls to time on it."""
+def make_pair(nbytes: int) -> tuple[nn.Module, FairCastOptimizer]:
+    """A model of SmolLM2's shapes, as many layers as fit, and AdamW."""
+    torch.manual_seed(0)
+    model = nn.ParameterList()
+    held = 0
+    while held < nbytes:
+        for shape in smollm2_shapes()[1:]:
+            model.append(nn.Parameter(torch.randn(shape) * 0.02))
+            held += model[-1].numel() * _BYTES_PER_WEIGHT
+            if held >= nbytes:
+                break
+    return model, FairCastOptimizer(model, torch.optim.AdamW, lr=1e-4)
+
+
+class Saves:
+    """A run with AdamW's state, and the ways to save it."""
 
     def __init__(self, nbytes: int, folder: Path) -> None:
         self.folder, self.count = folder, 0
-        self.model, self.opt = self._pair(nbytes)
-        for _, param in self.model.named_parameters():
+        self.model, self.opt = make_pair(nbytes)
+        for param in self.model.parameters():
             param.grad = torch.full(param.shape, 1e-3)
         self.opt.step()
         self.opt.zero_grad()
-        self.other_model, self.other = self._pair(nbytes)
-        weights = sum(param.numel() for param in self.model.parameters())
-        self.nbytes = weights * _BYTES_PER_WEIGHT
-        self.path, self.file = folder / "step-0", folder / "torch.pt"
-        save_checkpoint(self.path, self.opt)
-        self.save_torch()
-
-    @staticmethod
-    def _pair(nbytes: int) -> tuple[nn.Module, FairCastOptimizer]:
-        torch.manual_seed(0)
-        model = nn.ParameterList()
-        for shape in smollm2_shapes()[1:] * (1 + nbytes // 1_500_000_000):
-            if sum(param.numel() for param in model) * _BYTES_PER_WEIGHT >= nbytes:
-                break
-            model.append(nn.Parameter(torch.randn(shape) * 0.02))
-        return model, FairCastOptimizer(model, torch.optim.AdamW, lr=1e-4)
+        self.nbytes = sum(param.numel() for param in self.model.parameters()) * _BYTES_PER_WEIGHT
 
     def save(self) -> None:
+        """``save_checkpoint``, keeping the last two."""
         self.count += 1
         save_checkpoint(self.folder / f"step-{self.count}", self.opt, keep=2)
 
-    def load(self) -> None:
-        load_checkpoint(self.folder / f"step-{self.count}" if self.count else self.path, self.other)
-
     def save_torch(self) -> None:
-        torch.save({"model": self.model.state_dict(), "optimizer": self.opt.state_dict()}, self.file)
+        """``torch.save`` of both state dicts, over the same file."""
+        torch.save({"model": self.model.state_dict(), "optimizer": self.opt.state_dict()}, self.folder / FILE)
 
     def save_torch_synced(self) -> None:
+        """The same, and have the disk hold it."""
         self.save_torch()
-        with open(self.file, "rb") as file:
+        with open(self.folder / FILE, "rb") as file:
             os.fsync(file.fileno())
 
-    def read_torch(self) -> dict[str, dict[str, object]]:
-        found: dict[str, dict[str, object]] = torch.load(self.file, weights_only=True)
+
+class Loads:
+    """A new run, and the ways to load a saved one into it."""
+
+    def __init__(self, nbytes: int, folder: Path) -> None:
+        self.folder = folder
+        self.model, self.opt = make_pair(nbytes)
+
+    def load(self) -> None:
+        """``load_checkpoint``."""
+        load_checkpoint(max(self.folder.glob("step-*"), key=lambda path: int(path.name.split("-")[1])), self.opt)
+
+    def read_torch(self) -> dict[str, dict[str, Any]]:
+        """``torch.load`` alone."""
+        found: dict[str, dict[str, Any]] = torch.load(self.folder / FILE, weights_only=True)
         return found
 
     def load_torch(self) -> None:
+        """``torch.load``, and what it read into model and optimizer."""
         found = self.read_torch()
-        self.other_model.load_state_dict(found["model"])
-        self.other.load_state_dict(found["optimizer"])
+        self.model.load_state_dict(found["model"])
+        self.opt.load_state_dict(found["optimizer"])
+
+
+def time_load(name: str, nbytes: int, folder: Path) -> float:
+    """Time one load in a process of its own, in seconds."""
+    command = [sys.executable, "-m", __name__, LOADS[name], str(nbytes), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name} failed: {done.stderr.strip().splitlines()[-1:]}")
+    return float(done.stdout)
+
+
+def _main(call: str, nbytes: str, folder: str) -> None:
+    loads = Loads(int(nbytes), Path(folder))
+    begin = time.perf_counter()
+    getattr(loads, call)()
+    print(time.perf_counter() - begin)
 
 
 def run(megabytes: int = 1000, folder: Path | None = None, rounds: int = 5) -> tuple[int, list[Row]]:
@@ -112,25 +155,26 @@ def run(megabytes: int = 1000, folder: Path | None = None, rounds: int = 5) -> t
         raise ValueError(f"megabytes and rounds must be positive; got {megabytes}, {rounds}")
     if folder is not None and not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
-    with tempfile.TemporaryDirectory(prefix="fcoptim-bench-", dir=folder) as place:
-        work = _Workload(megabytes * 1_000_000, Path(place))
-        saves: dict[str, Callable[[], object]] = {
-            SAVE: work.save_torch,
-            "torch.save, then fsync": work.save_torch_synced,
-            "save_checkpoint (SHA-256, fsync)": work.save,
+    with tempfile.TemporaryDirectory(prefix="fcoptim-bench-", dir=folder) as name:
+        place, size = Path(name), megabytes * 1_000_000
+        saves = Saves(size, place)
+        calls = {
+            SAVE: saves.save_torch,
+            "torch.save, then fsync": saves.save_torch_synced,
+            "save_checkpoint (SHA-256, fsync)": saves.save,
         }
-        loads: dict[str, Callable[[], object]] = {
-            LOAD: work.read_torch,
-            "torch.load, then load_state_dict of both": work.load_torch,
-            "load_checkpoint (SHA-256, served weights checked)": work.load,
-        }
-        rows = _timed(saves, SAVE, work.nbytes, rounds) + _timed(loads, LOAD, work.nbytes, rounds)
-        return work.nbytes, rows
+        timings = interleaved(calls, rounds=rounds, warmup=1)
+        seconds: dict[str, list[float]] = {name: [] for name in LOADS}
+        for _ in range(rounds):
+            for name in LOADS:
+                seconds[name].append(time_load(name, size, place))
+        loads = {name: Timing(statistics.median(values), min(values)) for name, values in seconds.items()}
+        return saves.nbytes, _rows(timings, saves.nbytes) + _rows(loads, saves.nbytes)
 
 
-def _timed(calls: dict[str, Callable[[], object]], base: str, nbytes: int, rounds: int) -> list[Row]:
-    timings = interleaved(calls, rounds=rounds, warmup=1)
-    first = timings[base]
+def _rows(timings: Mapping[str, Timing], nbytes: int) -> list[Row]:
+    """One row for each, against the first."""
+    first = next(iter(timings.values()))
     return [
         Row(name, t.median, t.median / first.median, t.best / first.best, nbytes / t.median / 1e9)
         for name, t in timings.items()
@@ -141,8 +185,8 @@ def main(megabytes: int = 1000, folder: Path | None = None, rounds: int = 5) -> 
     """Run the benchmark and print its table; see ``run`` for the arguments."""
     nbytes, rows = run(megabytes, folder, rounds)
     print_table(
-        f"Checkpoints of {nbytes / 1e9:.2f} GB (AdamW, torch {torch.__version__}, {torch.get_num_threads()} threads; "
-        "files in the page cache)",
+        f"Checkpoints of {nbytes / 1e9:.2f} GB (AdamW, torch {torch.__version__}, {os.cpu_count()} cores; loads in new "
+        "processes, from the page cache)",
         ("", "seconds", "x torch", "x torch, best", "GB/s"),
         [
             (
@@ -155,3 +199,7 @@ def main(megabytes: int = 1000, folder: Path | None = None, rounds: int = 5) -> 
             for row in rows
         ],
     )
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -9,6 +9,7 @@ from typing import Any
 
 STEPS = "steps.jsonl"
 FIGURE = "tracking.png"
+LAGS = "lags.png"
 
 
 def new_folder(wanted: Path) -> Path:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from .lags import describe, plot_lags
 from .model import load_smollm2, need
 from .plot import plot
-from .record import FIGURE, Recorder, new_folder
+from .record import FIGURE, LAGS, Recorder, new_folder
 from .screen import Screen, pick, table
 from .task import Task
 from .train import Settings, Trainer
@@ -114,6 +115,7 @@ def train_and_report(trainer: Trainer, first: dict[str, Any], console: Console, 
                     screen.add(record)
         except KeyboardInterrupt:
             interrupted = True
+        courses = trainer.lags.compare() if records else []
         seconds = time.perf_counter() - began
         recorder.write(
             {
@@ -122,13 +124,15 @@ def train_and_report(trainer: Trainer, first: dict[str, Any], console: Console, 
                 "steps": len(records),
                 "steps_without_signal": without_signal(records),
                 "seconds": seconds,
+                "lags": [dataclasses.asdict(course) for course in courses],
             }
         )
     if records:
         console.print(table([records[i] for i in pick(len(records), 8)], settings.rounding))
         task = f"{settings.task}, AdamW lr {settings.lr:g}"
         plot(records, folder / FIGURE, title=f"{_MODEL}, {task}: one master trajectory, four rules")
-    for line in _closing(records, settings, interrupted, seconds):
+        plot_lags(courses, folder / LAGS, title=f"{_MODEL}, {task}: explicit lags beside round-to-nearest")
+    for line in [*_closing(records, settings, interrupted, seconds), *(describe(courses) if courses else [])]:
         _say(console, line)
     _say(console, f"results: {folder}")
     return INTERRUPTED if interrupted else 0

@@ -15,6 +15,7 @@ from .. import FairCastOptimizer
 from ..cast import get_rule
 from ..devices import multiplies_bf16_fast
 from . import grpo
+from .lags import LagsBeside
 from .openloop import OpenLoop
 from .task import Task
 
@@ -124,6 +125,7 @@ class Trainer:
         )
         self.policy = self.opt.served_model
         self.loop = OpenLoop(self.opt.named_masters(), seed=settings.seed)
+        self.lags = LagsBeside(self.opt.named_masters())
         self._generator = torch.Generator().manual_seed(settings.seed)
 
     def steps(self, announce: Phase = lambda phase: None) -> Iterator[dict[str, Any]]:
@@ -147,6 +149,7 @@ class Trainer:
         self.opt.zero_grad()
         clock.start("casts")
         self.loop.cast()
+        self.lags.add()
         clock.start("measures")
         displacement, measures = self.loop.measure()
         served = ((name, param.detach().bfloat16()) for name, param in self.policy.named_parameters())
