@@ -148,6 +148,20 @@ def bench_distributed(
         main(ranks, width, layers, rounding, steps)
 
 
+@bench.command("muon")
+def bench_muon(
+    layers: Annotated[int, typer.Option(help="Layers of SmolLM2-135M whose matrices are stepped; it has 30.")] = 30,
+    threads: Threads = None,
+    device: Device = "cpu",
+    rounds: Annotated[int, typer.Option(help="Timed steps of each.")] = 3,
+) -> None:
+    """Time fcoptim.Muon against torch.optim.Muon, and count the operations of both."""
+    with _one_line_errors():
+        from .bench.muon import main
+
+        main(layers, threads, device, rounds)
+
+
 @bench.command("sync")
 def bench_sync(
     steps: Annotated[int, typer.Option(help="Steps, each published.")] = 20,

@@ -6,7 +6,7 @@ from torch import nn
 
 from fcoptim import Exporter, FairCastOptimizer, cast_, parameter_key, start_accumulator_
 
-from .optimizer.helpers import RULES, assert_same, equal_bits, saved
+from .optimizer.helpers import assert_same, equal_bits, saved
 
 
 def masters(step: int = 0) -> dict[str, torch.Tensor]:
@@ -14,12 +14,6 @@ def masters(step: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     start = {"a.weight": (64, 32), "a.bias": (64,), "b.weight": (8, 64)}
     return {name: torch.randn(shape, generator=generator) + 1e-5 * step for name, shape in start.items()}
-
-
-@pytest.fixture(params=RULES)
-def rounding(request) -> str:
-    """Each of the four rules in turn."""
-    return request.param
 
 
 def test_each_call_is_one_cast(rounding):

@@ -65,16 +65,20 @@ class Plan:
     @property
     def flops(self) -> int:
         """Floating-point operations in one matrix's products (a multiply-add is two)."""
-        square = 2 * self.side**3
-        gram = 2 * self.side**2 * self.length
-        share = (self.panels + 1) / (2 * self.panels) if self.panels > 1 else 1.0
-        total = 0.0
-        for steps in self.chains:
-            # In a chain each step but the last makes two products for the next Gram matrix, and each but the
-            # first one for the product of polynomials.
-            squares = steps + 3 * (steps - 1)
-            total += share * (gram + squares * square) + gram
-        return round(total)
+        return _operations(self, (self.panels + 1) / (2 * self.panels) if self.panels > 1 else 1.0)
+
+
+def _operations(plan: Plan, share: float) -> int:
+    """Operations if symmetric products take this share of those of whole ones."""
+    square = 2 * plan.side**3
+    gram = 2 * plan.side**2 * plan.length
+    total = 0.0
+    for steps in plan.chains:
+        # In a chain each step but the last makes two products for the next Gram matrix, and each but the first one
+        # for the product of polynomials.
+        squares = steps + 3 * (steps - 1)
+        total += share * (gram + squares * square) + gram
+    return round(total)
 
 
 @lru_cache(maxsize=4096)
@@ -87,13 +91,24 @@ def make_plan(rows: int, cols: int, steps: int, symmetric: bool) -> Plan:
         steps: Steps of the iteration.
         symmetric: Whether products may leave out the lower triangle (on a CPU).
     """
-    side, length = min(rows, cols), max(rows, cols)
+    side = min(rows, cols)
     panels = min(_MOST_PANELS, side // _PANEL_ROWS) if symmetric and side >= _LEAST_PANELED else 1
-    plain = Plan(side, length, panels, (1,) * steps)
-    pairs, left = divmod(steps - 1, 2)
-    joined = Plan(side, length, panels, (1,) + (2,) * pairs + (1,) * left)
+    plain, joined = _plans(rows, cols, steps, panels)
     pays = side >= _LEAST_JOINED and joined.flops < _JOIN_BELOW * plain.flops
     return joined if pays else plain
+
+
+def _plans(rows: int, cols: int, steps: int, panels: int) -> tuple[Plan, Plan]:
+    """A matrix iterated step by step, and with pairs of steps joined."""
+    side, length = min(rows, cols), max(rows, cols)
+    pairs, left = divmod(steps - 1, 2)
+    plain = Plan(side, length, panels, (1,) * steps)
+    return plain, Plan(side, length, panels, (1,) + (2,) * pairs + (1,) * left)
+
+
+def floor_flops(rows: int, cols: int, steps: int) -> int:
+    """The fewest operations of these products: symmetric ones at exactly half, steps joined where that is less."""
+    return min(_operations(plan, 0.5) for plan in _plans(rows, cols, steps, 1))
 
 
 def plain_flops(rows: int, cols: int, steps: int) -> int:

@@ -13,15 +13,6 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="package", autouse=True)
-def one_thread():
-    """A second thread only waits here, for long on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="session")
 def tokenizer():
     """One token for each character, built in memory."""

@@ -2,10 +2,6 @@
 
 import pytest
 
-from ..optimizer.conftest import one_thread
-
-__all__ = ["one_thread"]
-
 
 @pytest.fixture(params=["bfloat16", "float32"])
 def dtype(request) -> str:

@@ -32,7 +32,9 @@ def same(left, right):
 
 
 @pytest.mark.parametrize("saves_at", [0, 1, 3])
-@pytest.mark.parametrize("options", [{}, {"nesterov": False, "scale": "spectral", "steps": 3}, {"coefficients": (3, -4, 2)}])
+@pytest.mark.parametrize(
+    "options", [{}, {"nesterov": False, "scale": "spectral", "steps": 3}, {"coefficients": (3, -4, 2)}]
+)
 def test_state_dict_round_trip(options, saves_at):
     """Through a file that is read with weights_only=True; the continuation is equal bit for bit."""
     straight, first, second = model(), model(), model()
@@ -46,7 +48,9 @@ def test_state_dict_round_trip(options, saves_at):
     assert same(second, straight)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"]
+)
 def test_copies_go_on_alike(copied):
     net = model()
     opt = Muon(net, lr=0.02, split={"2.weight": 2})
@@ -199,7 +203,11 @@ def test_wrong_options(options, message):
         ([{"params": {nn.Parameter(noise(3, 4))}}], TypeError, "pass a list in place of a set"),
         ([nn.Parameter(torch.zeros(3, 4, dtype=torch.complex64))], ValueError, "complex parameters"),
         ([{"params": [nn.Parameter(noise(3))], "algorithm": "muon"}], ValueError, "is no matrix; put it into a group"),
-        ([{"params": [nn.Parameter(noise(3, 4))], "algorithm": "sgd"}], ValueError, "algorithm must be one of 'muon', 'adamw', got 'sgd'"),
+        (
+            [{"params": [nn.Parameter(noise(3, 4))], "algorithm": "sgd"}],
+            ValueError,
+            "algorithm must be one of 'muon', 'adamw', got 'sgd'",
+        ),
     ],
 )
 def test_wrong_parameters(params, error, message):

@@ -5,7 +5,7 @@ import torch
 
 from fcoptim.muon import orthogonalize
 from fcoptim.muon.coefficients import METHODS, best_quintic, polar_express, read_coefficients
-from fcoptim.muon.orthogonalize import MARGINS, make_plan, plain_flops
+from fcoptim.muon.orthogonalize import MARGINS, floor_flops, make_plan, plain_flops
 
 from .helpers import noise, polar_factor, polynomial_of, relative_error
 
@@ -119,7 +119,10 @@ def test_transposed_and_strided_input(method, dtype):
     matrix = noise(20, 44)
     expected = orthogonalize(matrix, method, dtype=dtype)
     assert relative_error(orthogonalize(matrix.mT, method, dtype=dtype).mT, expected) < TOLERANCE[dtype]
-    assert torch.equal(orthogonalize(noise(20, 88)[:, ::2], method, dtype=dtype), orthogonalize(noise(20, 88)[:, ::2].clone(), method, dtype=dtype))
+    assert torch.equal(
+        orthogonalize(noise(20, 88)[:, ::2], method, dtype=dtype),
+        orthogonalize(noise(20, 88)[:, ::2].clone(), method, dtype=dtype),
+    )
 
 
 def test_empty_matrices():
@@ -168,6 +171,8 @@ def test_operations_are_counted_and_saved(shape):
     assert plain_flops(*shape, 5) == 5 * (4 * side**2 * length + 2 * side**3)
     for symmetric in (True, False):
         assert make_plan(*shape, 5, symmetric).flops <= plain_flops(*shape, 5)
+    assert floor_flops(*shape, 5) <= make_plan(*shape, 5, True).flops
+    assert floor_flops(*shape, 5) >= 0.5 * plain_flops(*shape, 5) or side < length
     assert sum(make_plan(*shape, 5, True).chains) == 5
 
 

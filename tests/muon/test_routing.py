@@ -79,7 +79,9 @@ def test_patterns_override():
     """muon= and adamw= go before the rules, one pattern or several, and by any name of a tied parameter."""
     names = routed(Transformer(), muon="pos_*", adamw=["*.out.weight", "layers.1.output.weight"])
     assert "pos_table" in names["muon"]
-    assert names["muon"] - {"pos_table"} == MATRICES - {n for n in MATRICES if ".out." in n} - {"layers.1.output.weight"}
+    assert names["muon"] - {"pos_table"} == MATRICES - {n for n in MATRICES if ".out." in n} - {
+        "layers.1.output.weight"
+    }
     tied = routed(Transformer(tied=True), muon="lm_head.weight")
     assert "embed.weight" in tied["muon"]
 
@@ -100,7 +102,9 @@ def test_last_linear_layer_of_a_plain_net_is_its_head():
 
 def test_sides_of_one_and_batch_norm():
     """Field report 19: vectors in disguise and 1-D parameters go to AdamW; convolutions are matrices."""
-    model = nn.Sequential(nn.Conv2d(1, 64, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 1, 1), nn.Conv1d(8, 4, 3), nn.Flatten())
+    model = nn.Sequential(
+        nn.Conv2d(1, 64, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 1, 1), nn.Conv1d(8, 4, 3), nn.Flatten()
+    )
     names = routed(model)
     assert names["muon"] == {"0.weight", "3.weight"}
     assert names["adamw"] == {"0.bias", "1.weight", "1.bias", "2.weight", "2.bias", "3.bias"}
@@ -255,11 +259,17 @@ def test_repr_says_what_goes_where():
 WRONG = [
     ({"muon": "nothing*"}, "muon pattern 'nothing\\*' matches no parameter; names look like 'pos_table'"),
     ({"adamw": ["layers.*", "typo"]}, "adamw pattern 'typo' matches no parameter"),
-    ({"muon": "*.out.weight", "adamw": "layers.0.*"}, "'layers.0.attn.out.weight' matches a pattern of muon= and one of"),
+    (
+        {"muon": "*.out.weight", "adamw": "layers.0.*"},
+        "'layers.0.attn.out.weight' matches a pattern of muon= and one of",
+    ),
     ({"muon": "*.bias"}, "is no matrix; narrow the pattern"),
     ({"split": {"*.qkv.weight": 5}}, "split=5 does not divide the 24 output rows of a parameter of shape \\(24, 8\\)"),
     ({"split": {"*.qkv.weight": [8, 8]}}, "split=\\(8, 8\\) does not divide the 24"),
-    ({"split": {"*.qkv.weight": "3"}}, "split must be a number of equal parts, or a list of their sizes in rows, got '3'"),
+    (
+        {"split": {"*.qkv.weight": "3"}},
+        "split must be a number of equal parts, or a list of their sizes in rows, got '3'",
+    ),
     ({"split": {"*.qkv.weight": 0}}, "split must be .* got 0"),
     ({"split": {"embed.weight": 2}}, "matches only parameters that AdamW trains"),
 ]

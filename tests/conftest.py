@@ -1,14 +1,14 @@
-"""Fixtures of the optimizer's tests."""
+"""Fixtures of all tests."""
 
 import pytest
 import torch
 
-from .helpers import RULES
+from .optimizer.helpers import RULES
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """The models here are tiny; a second thread only waits, for long on a busy machine."""
+    """Models here are tiny and tests run side by side; a second thread only waits, for long on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
