@@ -7,12 +7,13 @@ process that loads again and again reuses memory that the system has given to it
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from ..checkpoint import load_checkpoint, save_checkpoint
 from ..optimizer import FairCastOptimizer
 from .cast import smollm2_shapes
 from .table import print_table
-from .timing import Timing, interleaved
 
 SAVE = "torch.save"
 LOADS = {
@@ -32,7 +32,7 @@ LOADS = {
     "torch.load, then load_state_dict of both": "load_torch",
     "load_checkpoint (SHA-256, served weights checked)": "load",
 }
-FILE = "torch.pt"
+FILE, FOLDER = "torch.pt", "checkpoint"
 # bf16 weight, fp32 master, two fp32 moments.
 _BYTES_PER_WEIGHT = 14
 
@@ -74,7 +74,7 @@ class Saves:
     """A run with AdamW's state, and the ways to save it."""
 
     def __init__(self, nbytes: int, folder: Path) -> None:
-        self.folder, self.count = folder, 0
+        self.folder = folder
         self.model, self.opt = make_pair(nbytes)
         for param in self.model.parameters():
             param.grad = torch.full(param.shape, 1e-3)
@@ -82,13 +82,17 @@ class Saves:
         self.opt.zero_grad()
         self.nbytes = sum(param.numel() for param in self.model.parameters()) * _BYTES_PER_WEIGHT
 
+    def clear(self) -> None:
+        """Remove what was saved before; some file systems take long for it, so it is no part of the time."""
+        (self.folder / FILE).unlink(missing_ok=True)
+        shutil.rmtree(self.folder / FOLDER, ignore_errors=True)
+
     def save(self) -> None:
-        """``save_checkpoint``, keeping the last two."""
-        self.count += 1
-        save_checkpoint(self.folder / f"step-{self.count}", self.opt, keep=2)
+        """``save_checkpoint``."""
+        save_checkpoint(self.folder / FOLDER, self.opt)
 
     def save_torch(self) -> None:
-        """``torch.save`` of both state dicts, over the same file."""
+        """``torch.save`` of both state dicts."""
         torch.save({"model": self.model.state_dict(), "optimizer": self.opt.state_dict()}, self.folder / FILE)
 
     def save_torch_synced(self) -> None:
@@ -107,7 +111,7 @@ class Loads:
 
     def load(self) -> None:
         """``load_checkpoint``."""
-        load_checkpoint(max(self.folder.glob("step-*"), key=lambda path: int(path.name.split("-")[1])), self.opt)
+        load_checkpoint(self.folder / FOLDER, self.opt)
 
     def read_torch(self) -> dict[str, dict[str, Any]]:
         """``torch.load`` alone."""
@@ -155,29 +159,43 @@ def run(megabytes: int = 1000, folder: Path | None = None, rounds: int = 5) -> t
         raise ValueError(f"megabytes and rounds must be positive; got {megabytes}, {rounds}")
     if folder is not None and not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
-    with tempfile.TemporaryDirectory(prefix="fcoptim-bench-", dir=folder) as name:
-        place, size = Path(name), megabytes * 1_000_000
+    with tempfile.TemporaryDirectory(prefix="fcoptim-bench-", dir=folder) as created:
+        place, size = Path(created), megabytes * 1_000_000
         saves = Saves(size, place)
         calls = {
             SAVE: saves.save_torch,
             "torch.save, then fsync": saves.save_torch_synced,
             "save_checkpoint (SHA-256, fsync)": saves.save,
         }
-        timings = interleaved(calls, rounds=rounds, warmup=1)
-        seconds: dict[str, list[float]] = {name: [] for name in LOADS}
+        written: dict[str, list[float]] = {name: [] for name in calls}
+        for number in range(1 + rounds):
+            for name, call in calls.items():
+                seconds = _time_save(call, saves)
+                if number:  # the first round warms up
+                    written[name].append(seconds)
+        saves.save_torch()
+        read: dict[str, list[float]] = {name: [] for name in LOADS}
         for _ in range(rounds):
             for name in LOADS:
-                seconds[name].append(time_load(name, size, place))
-        loads = {name: Timing(statistics.median(values), min(values)) for name, values in seconds.items()}
-        return saves.nbytes, _rows(timings, saves.nbytes) + _rows(loads, saves.nbytes)
+                read[name].append(time_load(name, size, place))
+        return saves.nbytes, _rows(written, saves.nbytes) + _rows(read, saves.nbytes)
 
 
-def _rows(timings: Mapping[str, Timing], nbytes: int) -> list[Row]:
+def _time_save(call: Callable[[], None], saves: Saves) -> float:
+    saves.clear()
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _rows(seconds: Mapping[str, Sequence[float]], nbytes: int) -> list[Row]:
     """One row for each, against the first."""
-    first = next(iter(timings.values()))
+    first = next(iter(seconds.values()))
+    median, best = statistics.median(first), min(first)
     return [
-        Row(name, t.median, t.median / first.median, t.best / first.best, nbytes / t.median / 1e9)
-        for name, t in timings.items()
+        Row(name, m, m / median, min(values) / best, nbytes / m / 1e9)
+        for name, values in seconds.items()
+        if (m := statistics.median(values))
     ]
 
 

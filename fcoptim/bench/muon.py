@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -114,11 +115,11 @@ def make_params(shapes: Sequence[Shape], device: str) -> list[torch.nn.Parameter
     return params
 
 
-def our_settings(device: str) -> dict[str, dict[str, str]]:
-    """``fcoptim.Muon`` as it is timed, by name: at torch's settings, and by default."""
+def our_settings(device: str) -> dict[str, dict[str, Any]]:
+    """How ``fcoptim.Muon`` is timed, by name: at torch's settings, and by default."""
     dtypes = ("bfloat16", "float32") if multiplies_bf16_fast(device) else ("float32",)
-    found = {f"fcoptim.Muon, newton_schulz, {d}": {"orthogonalize": "newton_schulz", "dtype": d} for d in dtypes}
-    return {**found, "fcoptim.Muon, default": {}}
+    found = {f"newton_schulz, {d}": {"orthogonalize": "newton_schulz", "dtype": d} for d in dtypes}
+    return {**found, "polar_express (default)": {}}
 
 
 def measure(workload: Workload, device: str, rounds: int) -> list[Row]:
@@ -132,7 +133,7 @@ def measure(workload: Workload, device: str, rounds: int) -> list[Row]:
     params = make_params(workload.shapes, device)
     times = 1 if multiplies_bf16_fast(device) else workload.parts
     part = params[: len(params) // times]
-    name = TORCH if times == 1 else f"{TORCH} (a part, times {times})"
+    name = TORCH if times == 1 else f"{TORCH}, 1/{times} x {times}"
     calls: dict[str, Callable[[], object]] = {
         name: torch.optim.Muon(part, lr=_LR, adjust_lr_fn="match_rms_adamw").step,
         LOOP: LoopMuon(params, _LR).step,
@@ -156,13 +157,14 @@ def measure(workload: Workload, device: str, rounds: int) -> list[Row]:
     return rows
 
 
-def difference(shapes: Sequence[Shape], device: str, settings: dict[str, str]) -> float:
+def difference(shapes: Sequence[Shape], device: str, settings: dict[str, Any]) -> float:
     """How far one update is from that of ``torch.optim.Muon``, relative to its norm, at the worst of some shapes."""
     ours, theirs = make_params(shapes, device), make_params(shapes, device)
     for param in ours + theirs:
         param.data.zero_()
-    Muon(ours, lr=1.0, **settings).step()  # type: ignore[arg-type]
-    torch.optim.Muon(theirs, lr=1.0, adjust_lr_fn="match_rms_adamw").step()
+    Muon(ours, lr=1.0, **settings).step()
+    reference: torch.optim.Optimizer = torch.optim.Muon(theirs, lr=1.0, adjust_lr_fn="match_rms_adamw")
+    reference.step()
     return max(float((a.detach() - b.detach()).norm() / b.detach().norm()) for a, b in zip(ours, theirs))
 
 
@@ -197,23 +199,24 @@ def main(layers: int = 30, threads: int | None = None, device: str = "cpu", roun
     """Run the benchmark and print its table; see ``run`` for the arguments."""
     rows = run(layers, threads, device, rounds)
     used = f"{threads or torch.get_num_threads()} threads, " if device == "cpu" else ""
-    print_table(
-        f"One step of Muon, {STEPS} iterations ({device}, {used}torch {torch.__version__})",
-        ("workload", "optimizer", "s", "best", "x torch", "x fp32 loop", "GFLOP", "x floor", "GFLOP/s", "update"),
-        [
-            (
-                row.workload,
-                row.name,
-                f"{row.seconds:.3f}",
-                f"{row.best:.3f}",
-                f"{row.over_torch:.3f}",
-                f"{row.over_loop:.2f}",
-                f"{row.flops / 1e9:.4g}",
-                f"{row.flops / row.floor:.2f}",
-                f"{row.flops / row.seconds / 1e9:.1f}",
-                "" if row.difference != row.difference else f"{row.difference:.3f}",
-            )
-            for row in rows
-        ],
-        texts=2,
+    for workload in dict.fromkeys(row.workload for row in rows):
+        print_table(
+            f"{workload}: one step of Muon, {STEPS} iterations ({device}, {used}torch {torch.__version__})",
+            ("optimizer", "s", "best s", "x torch", "x fp32 loop", "GFLOP", "x floor", "GFLOP/s", "from torch's"),
+            [_cells(row) for row in rows if row.workload == workload],
+        )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    apart = "" if row.difference != row.difference else f"{row.difference:.1%}"
+    return (
+        row.name,
+        f"{row.seconds:.3f}",
+        f"{row.best:.3f}",
+        f"{row.over_torch:.3f}",
+        f"{row.over_loop:.2f}",
+        f"{row.flops / 1e9:.4g}",
+        f"{row.flops / row.floor:.2f}",
+        f"{row.flops / row.seconds / 1e9:.1f}",
+        apart,
     )

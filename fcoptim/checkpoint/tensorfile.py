@@ -190,6 +190,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(raw)
 
 
+@torch.no_grad()  # a setting of each thread
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """``target.copy_(source)`` for threads of our own.
 

@@ -8,13 +8,14 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fcoptim import CheckpointError, save_checkpoint
+from fcoptim.bench import checkpoint as bench
 from fcoptim.checkpoint.audit import audit, compare
 from fcoptim.checkpoint.difference import diff
 from fcoptim.checkpoint.report import _size
 from fcoptim.cli import app
-from tests.optimizer.helpers import RULES, pair, train
+from tests.optimizer.helpers import RULES, assert_same_run, pair, train
 
-from .helpers import mixed_loss, mixed_pair, saved_run
+from .helpers import mixed_loss, mixed_pair, names, saved_run
 from .test_resume import LAGS
 
 
@@ -191,10 +192,22 @@ def test_sizes(count, text):
     assert _size(count) == text
 
 
-def test_bench_command():
-    """It runs, on a small checkpoint, and compares with torch."""
-    code, out = command("bench", "checkpoint", "--megabytes", 2, "--rounds", 1)
-    assert code == 0, out
-    assert "torch.save" in out and "load_checkpoint" in out and "GB/s" in out
+def test_bench(tmp_path):
+    """What it times saves and loads the same run: masters, moments and served weights agree."""
+    saves, ours = bench.Saves(1_000_000, tmp_path), bench.Loads(1_000_000, tmp_path)
+    saves.save_torch_synced()
+    saves.save()
+    ours.load()
+    assert_same_run(saves.opt, ours.opt)
+    torchs = bench.Loads(1_000_000, tmp_path)
+    torchs.load_torch()
+    assert_same_run(saves.opt, torchs.opt)
+    assert bench.time_load(next(reversed(bench.LOADS)), 1_000_000, tmp_path) > 0
+    saves.clear()
+    assert names(tmp_path) == []
+
+
+def test_bench_refuses(tmp_path):
+    """Wrong sizes and folders end with one line and code 2."""
     assert command("bench", "checkpoint", "--megabytes", 0)[0] == 2
-    assert command("bench", "checkpoint", "--folder", "/nowhere")[0] == 2
+    assert command("bench", "checkpoint", "--folder", tmp_path / "none")[0] == 2

@@ -82,7 +82,7 @@ def test_state_of_another_optimizer_is_refused():
     opt = Muon(net, lr=0.02)
     groups = [group["params"] for group in opt.param_groups]
     theirs = torch.optim.AdamW([{"params": params} for params in groups])
-    with pytest.raises(ValueError, match="not one of fcoptim.Muon: a param group has no 'algorithm'"):
+    with pytest.raises(ValueError, match=r"not one of fcoptim\.Muon: a param group has no 'algorithm'"):
         opt.load_state_dict(theirs.state_dict())
     assert opt.param_groups[0]["algorithm"] == "muon"
     train(net, opt, range(1))
@@ -156,7 +156,7 @@ def test_sparse_gradients_are_refused_before_anything_changes():
     opt = Muon([linear.weight, table.weight], lr=0.1)
     linear(table(torch.tensor([1, 2]))).sum().backward()
     before = linear.weight.detach().clone()
-    with pytest.raises(RuntimeError, match="does not support sparse gradients.*sparse=False"):
+    with pytest.raises(RuntimeError, match=r"does not support sparse gradients.*sparse=False"):
         opt.step()
     assert torch.equal(linear.weight, before) and not opt.state
 

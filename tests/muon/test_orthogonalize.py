@@ -47,7 +47,7 @@ def test_five_steps_are_near_the_polar_factor(shape, method, dtype):
 @pytest.mark.parametrize("spread", [10.0, 100.0, 1000.0])
 def test_the_default_is_the_more_accurate_method(spread, dtype):
     """At five steps each, Polar Express ends nearer to the polar factor, whatever the singular values' spread."""
-    u, s, vh = torch.linalg.svd(noise(48, 96).double(), full_matrices=False)
+    u, _, vh = torch.linalg.svd(noise(48, 96).double(), full_matrices=False)
     matrix = (u * torch.logspace(0, -float(torch.tensor(spread).log10()), 48, dtype=torch.float64) @ vh).float()
     errors = [relative_error(orthogonalize(matrix, m, dtype=dtype), u @ vh) for m in METHODS]
     assert relative_error(orthogonalize(matrix, dtype=dtype), u @ vh) == min(errors)

@@ -204,7 +204,7 @@ def test_split_by_pattern_from_a_model():
 
 
 def test_transposed_storage_is_split_along_its_columns():
-    """transformers' Conv1D stores (in, out): blocks of output features are columns, rows and columns change places."""
+    """Conv1D of transformers stores (in, out): output features are columns, and scales see rows and columns swapped."""
     fused = updates((10, 24), noise(10, 24), {"scale": "spectral"}, split=3, transposed=True)
     expected = updates((24, 10), noise(10, 24).T, {"scale": "spectral"}, split=3)
     assert torch.allclose(fused.T, expected, atol=1e-5)

@@ -23,7 +23,7 @@ def with_gradients(params, step):
 @pytest.mark.parametrize("given", ["class", "partial"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_routes_a_whole_model(given, tied):
-    """``FairCastOptimizer(model, fcoptim.Muon, lr=...)`` trains embedding, head and norms by AdamW, no set-up needed."""
+    """``FairCastOptimizer(model, fcoptim.Muon, lr=...)`` trains embedding, head and norms by AdamW unasked."""
     kind = functools.partial(Muon, adamw_lr=1e-4) if given == "partial" else Muon
     opt = FairCastOptimizer(Transformer(tied=tied), kind, lr=1e-3)
     found = {name: group["algorithm"] for group in opt.param_groups for name in group["param_names"]}
