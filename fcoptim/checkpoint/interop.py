@@ -142,8 +142,8 @@ def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, Mapp
     except Exception as error:  # what torch raises on files that are none of its own has many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{path} can't be read, or not without running code in it: {reason}. Save plain state dicts (of tensors, numbers, "
-            "texts) with torch.save"
+            f"{path} can't be read, or not without running code in it: {reason}. Save plain state dicts (of tensors, "
+            "numbers, texts) with torch.save"
         ) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a state dict")

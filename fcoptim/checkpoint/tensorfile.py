@@ -208,8 +208,8 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 def count_differing(a: torch.Tensor, b: torch.Tensor) -> int:
     """How many elements of two contiguous tensors in host memory differ in their bits; of one dtype and shape."""
     left, right = _raw(a.detach()), _raw(b.detach())
-    whole = left.nbytes // 8 * 8
-    if np.array_equal(left[:whole].view("u8"), right[:whole].view("u8")) and np.array_equal(left[whole:], right[whole:]):
+    wide = left.nbytes // 8 * 8
+    if np.array_equal(left[:wide].view("u8"), right[:wide].view("u8")) and np.array_equal(left[wide:], right[wide:]):
         return 0
     words = f"u{a.element_size()}"
     return int(np.count_nonzero(left.view(words) != right.view(words)))
