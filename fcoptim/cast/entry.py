@@ -151,6 +151,8 @@ def _make_jobs(
     for target, source, k, c, s, accumulator in zip(targets, masters, keys, counts, starts, accumulators):
         if isinstance(s, Runs):
             s = _check_runs(s, rule, target, source)
+        if any(isinstance(number, bool) or not isinstance(number, int | Runs) for number in (k, c, s)):
+            raise TypeError(f"key, count and start must be integers; got {k!r}, {c!r}, {s!r}")
         if not (0 <= k < 1 << 64 and c >= 0 and (isinstance(s, Runs) or 0 <= s < 1 << 61)):
             raise ValueError(f"key must lie in [0, 2**64), count be >= 0, start in [0, 2**61); got {k}, {c}, {s}")
         _check_tensors(target, source, accumulator)

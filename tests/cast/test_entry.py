@@ -62,6 +62,8 @@ WRONG = {
     "list against tensor": ([S], M, {}, ValueError, "both be lists"),
     "list lengths": ([S, S.clone()], [M], {}, ValueError, "2 served tensors but 1 values of master"),
     "too few keys": ([S, S.clone()], [M, M], {"key": [1]}, ValueError, "1 values of key"),
+    "key is text": (S, M, {"key": "a"}, TypeError, "key, count and start must be integers; got 'a'"),
+    "count is no integer": (S, M, {"count": 1.0}, TypeError, "must be integers; got 1, 1.0, 0"),
     "key too large": (S, M, {"key": 1 << 64}, ValueError, "key must lie in"),
     "negative count": (S, M, {"count": -1}, ValueError, "count be >= 0"),
     "start too large": (S, M, {"start": 1 << 61}, ValueError, "start in"),

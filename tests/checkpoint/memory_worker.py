@@ -39,7 +39,7 @@ def _pair(rows: int, layers: int = LAYERS, stepped: bool = True) -> FairCastOpti
 @contextmanager
 def limited(needed: int = 0) -> Iterator[None]:
     """Allow one tensor, some megabytes, and what is needed anyway, beyond what is there."""
-    limit = _writable() + needed + TENSOR + (12 << 20)
+    limit = _writable() + needed + TENSOR + (16 << 20)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     try:
         yield
