@@ -235,7 +235,7 @@ def test_jobs_in_threads():
 def test_memory_of_one_tensor(tmp_path):
     """One tensor more than what is there anyway is enough to save and load ten; for a copy of all it is not."""
     # The C library would keep freed memory for each thread; here it goes back to the system at once.
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1048576"}
     done = run_python("tests.checkpoint.memory_worker", tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == ["saved", "loaded", "a copy does not fit", "loaded into a new one"]
