@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..cast import get_rule
-from ..masters import MASTER, PLACED_KEYS, Entry, Member, replayed
+from ..masters import ACCUMULATOR, MASTER, PLACED_KEYS, Entry, Member, replayed
 from .layout import (
     EXTRAS,
     MANIFEST,
@@ -273,7 +273,7 @@ def differing(saved: Saved, served: torch.Tensor) -> int:
             entry = {**saved.entry, **{key: rows[..., here] for key, rows in shaped.items()}}
             again = replayed(Member(saved.name, flat[here], entry, saved.group, first))
             count += count_differing(again, flat[here])
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+    except (KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"the state of parameter {saved.name!r} is damaged: {error}") from error
     return count
 
@@ -282,6 +282,8 @@ def _rows(saved: Saved, key: str, value: Any, master: torch.Tensor) -> torch.Ten
     """A tensor shaped like the master, or with one more dimension in front, with the master's dimensions as one."""
     if not isinstance(value, torch.Tensor) or value.shape[max(value.ndim - master.ndim, 0) :] != master.shape:
         raise CheckpointError(f"the state of parameter {saved.name!r} is damaged: {key} has another shape")
+    if key == ACCUMULATOR and value.dtype is not torch.int16:
+        raise CheckpointError(f"the state of parameter {saved.name!r} is damaged: {key} is {value.dtype}, not int16")
     return value.reshape(*value.shape[: value.ndim - master.ndim], -1)
 
 

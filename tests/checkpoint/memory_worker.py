@@ -27,7 +27,7 @@ def _writable() -> int:
 def _pair(rows: int, layers: int = LAYERS, stepped: bool = True) -> FairCastOptimizer:
     weights = [nn.Parameter(torch.full((rows, COLUMNS), 0.5)) for _ in range(layers)]
     model = nn.ParameterList(weights)
-    opt = FairCastOptimizer(model, torch.optim.AdamW, rounding="error_feedback", lr=1e-3, fused=True)
+    opt = FairCastOptimizer(model, torch.optim.AdamW, lr=1e-3, fused=True)
     for param in model if stepped else ():
         param.grad = torch.full(param.shape, 1e-3, dtype=torch.bfloat16)
     if stepped:
