@@ -127,14 +127,16 @@ def lag_of(path: torch.Tensor, step: int, tracked: float) -> float:
     Args:
         path: From ``simulate``.
         step: The step.
-        tracked: The share served then.
+        tracked: The share served then; at 1 or more there is no lag.
     """
+    if tracked >= 1:
+        return 0.0
     now = path[step]
     behind = (path[: step + 1] @ now / (now @ now)).flip(0).tolist()
     for age in range(1, len(behind)):
         if behind[age] <= tracked:
             newer, older = float(behind[age - 1]), float(behind[age])
-            return max(0.0, age - (tracked - older) / (newer - older))
+            return age - (tracked - older) / (newer - older)
     return float(step)
 
 

@@ -36,7 +36,7 @@ class LagMeter:
     - ``noise_to_weights = |served - master| / |master|`` and ``noise_to_displacement = |served - master| / |D|``
       (0 as long as the masters have not moved).
 
-    Host memory is about ``22 * sample + 6 / 16 * sample * history`` bytes: 7.7 MB with the defaults.
+    Host memory is about ``40 * sample + 6 / 16 * sample * history`` bytes: 9 MB with the defaults.
 
     Args:
         optimizer: A FairCastOptimizer, also one that a framework has wrapped. Parameters that it serves in fp32

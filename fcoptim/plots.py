@@ -60,11 +60,17 @@ def new_figure(width: float, height: float) -> Any:
     return made
 
 
-def read_run(path: Path) -> dict[str, list[Curve]]:
+def run_name(path: Path) -> str:
+    """What a run is called: its file, or the folder of the demo's ``steps.jsonl``."""
+    return path.parent.name if path.stem == "steps" and path.parent.name else path.stem
+
+
+def read_run(path: Path, name: str | None = None) -> dict[str, list[Curve]]:
     """Read a run's log.
 
     Args:
         path: JSON lines: ``steps.jsonl`` of the demo, or any objects that hold ``"step"`` and some of the measures.
+        name: What to call the run. Default ``run_name(path)``.
 
     Returns:
         For each measure found, its curves.
@@ -72,7 +78,7 @@ def read_run(path: Path) -> dict[str, list[Curve]]:
     Raises:
         ValueError: The file is missing, is no JSON lines, or holds no measure.
     """
-    name = path.parent.name if path.stem == "steps" and path.parent.name else path.stem
+    name = run_name(path) if name is None else name
     curves: dict[str, dict[str, Curve]] = {}
     for record in _records(path):
         step = record.get("step")
@@ -92,8 +98,8 @@ def read_run(path: Path) -> dict[str, list[Curve]]:
 
 def _records(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_bytes().splitlines()  # of bytes: text may hold other line separators inside JSON strings
+    except OSError as error:
         raise ValueError(f"can't read {path}: {error}") from error
     records = []
     for number, line in enumerate(lines, 1):
@@ -101,7 +107,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # no JSON, or half a character
             if number == len(lines):
                 break  # a run that was interrupted while it wrote
             raise ValueError(f"{path}, line {number} is no JSON: {error}") from error

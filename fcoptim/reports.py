@@ -10,6 +10,8 @@ from pathlib import Path
 from . import forecast, plots
 from .bench.table import print_table
 
+_LARGEST = 1e6  # beyond it squares overflow in the end; no real run comes near
+
 
 def forecast_report(path: Path, *, lr: float, beta1: float, beta2: float, signal: float, steps: int, out: Path) -> None:
     """Forecast a model's lag under round-to-nearest: a table, a histogram and a verdict.
@@ -27,10 +29,10 @@ def forecast_report(path: Path, *, lr: float, beta1: float, beta2: float, signal
         ValueError: A number is out of range, or the weights can't be read.
     """
     for name, value, good in (
-        ("lr", lr, lr > 0),
+        ("lr", lr, 0 < lr <= _LARGEST),
         ("beta1", beta1, 0 <= beta1 < 1),
         ("beta2", beta2, 0 <= beta2 < 1),
-        ("signal", signal, signal >= 0),
+        ("signal", signal, 0 <= signal <= _LARGEST),
         ("steps", steps, 1 <= steps <= 10_000),
     ):
         if not good:
@@ -73,7 +75,9 @@ def plot_report(paths: Sequence[Path], out: Path) -> None:
     Raises:
         ValueError: A file can't be read or holds nothing to plot.
     """
-    runs = [plots.read_run(path) for path in paths]
+    names = [plots.run_name(path) for path in paths]
+    names = [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths)]
+    runs = [plots.read_run(path, name) for path, name in zip(paths, names)]
     shown = plots.plot_runs(runs, out)
     rows = []
     for measure in shown:
@@ -87,7 +91,8 @@ def plot_report(paths: Sequence[Path], out: Path) -> None:
 
 def _spark(values: Sequence[float], width: int = 24) -> str:
     """A line of block characters that rises and falls with the values."""
-    picked = [values[place * (len(values) - 1) // max(1, width - 1)] for place in range(min(width, len(values)))]
+    count = min(width, len(values))
+    picked = [values[place * (len(values) - 1) // max(1, count - 1)] for place in range(count)]
     low, high = min(picked), max(picked)
     blocks = "▁▂▃▄▅▆▇█"
     return "".join(blocks[round((value - low) / (high - low) * 7) if high > low else 0] for value in picked)

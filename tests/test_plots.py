@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from fcoptim import plots
 from fcoptim.cli import app
+from fcoptim.reports import _spark
 
 
 def write(path, *records):
@@ -50,6 +51,16 @@ def test_an_interrupted_run_is_read_up_to_its_last_whole_line(tmp_path):
     path.write_text('{"step": 2, "la\n' + '{"step": 3, "lag": 1.0}\n')
     with pytest.raises(ValueError, match="line 1 is no JSON"):
         plots.read_run(path)
+    path.write_bytes(b'{"step": 3, "lag": 1.0}\n{"step": 4, "text": "\xe2\x80')  # within a character
+    assert plots.read_run(path)["lag"][0].steps == [3]
+
+
+def test_text_in_a_log_may_hold_any_character(tmp_path):
+    """A completion that was logged unescaped with a separator of Unicode's does not end a line of the log."""
+    path = tmp_path / "log.jsonl"
+    lines = [json.dumps({"step": step, "lag": 1.0, "text": "a\u2028b\x85c"}, ensure_ascii=False) for step in (1, 2)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    assert plots.read_run(path)["lag"][0].steps == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +86,50 @@ def test_the_command(tmp_path):
     assert plots.plot_runs([plots.read_run(a), plots.read_run(b)], out) == ["changed", "tracked", "lag", "reward"]
 
 
+@pytest.mark.parametrize(
+    ("measures", "panels"),
+    [(["lag"], 1), (["changed", "lag"], 2), (["changed", "tracked", "reward"], 3), (list(plots.MEASURES), 4)],
+)
+def test_a_panel_for_each_measure(tmp_path, monkeypatch, measures, panels):
+    """As many visible panels as measures, in each a line for every run, with its values."""
+    made, new_figure = [], plots.new_figure
+    monkeypatch.setattr(plots, "new_figure", lambda *size: made.append(new_figure(*size)) or made[-1])
+    runs = []
+    for name in ("a", "b"):
+        records = ({"step": step, **dict.fromkeys(measures, step / 4)} for step in range(1, 5))
+        runs.append(plots.read_run(write(tmp_path / f"{name}.jsonl", *records)))
+    assert plots.plot_runs(runs, tmp_path / "runs.png") == measures
+    shown = [axes for axes in made[0].axes if axes.get_visible()]
+    assert len(shown) == panels
+    for axes in shown:
+        lines = axes.get_lines()
+        assert [line.get_label() for line in lines] == ["a", "b"]
+        assert all(list(line.get_ydata()) == [0.25, 0.5, 0.75, 1.0] for line in lines)
+    assert (shown[0].get_yscale() == "log") == (measures[0] == "changed")
+    assert (tmp_path / "runs.png").stat().st_size > 5000
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    """Logs that are called alike in folders of their own are labelled by their paths."""
+    paths = [tmp_path / name / "log.jsonl" for name in ("one", "two")]
+    for path in paths:
+        write(path, {"step": 1, "lag": 1.0})
+    words = ["plot", *map(str, paths), "--out", str(tmp_path / "runs.png")]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "400"})
+    assert result.exit_code == 0, result.output
+    assert all(str(path) in result.output for path in paths)
+
+
+@pytest.mark.parametrize("count", [1, 2, 10, 24, 25, 500])
+def test_the_course_goes_from_first_to_last(count):
+    """The line of blocks spans the whole run, however short or long."""
+    course = _spark([float(value) for value in range(count)])
+    assert len(course) == min(24, count) and course == "".join(sorted(course))
+    assert course[0] == "▁" and (count == 1 or course[-1] == "█")
+
+
 def test_a_missing_file(tmp_path):
     """One line, exit code 2."""
     result = CliRunner().invoke(app, ["plot", str(tmp_path / "no.jsonl")])
-    assert result.exit_code == 2 and "can't read" in result.output
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and not result.stdout
+    assert result.stderr.startswith("error: can't read") and "no.jsonl" in result.stderr
