@@ -398,7 +398,8 @@ def _cast_part(
     width = 4 if flags & WIDE else 2
     served = row[SERVED] + width * begin
     hashes = buffer + _HASHES
-    out = buffer + _RESULTS if counted or flags & (WIDE | SERVED_WALKS) else served
+    # Measured: rounding to nearest is faster by way of the buffer, too.
+    out = buffer + _RESULTS if counted or code == NEAREST or flags & (WIDE | SERVED_WALKS) else served
     if flags & MASTER_WALKS:
         master = buffer + _MASTERS
         _walk(_GATHER32, master, row[MASTER], dims, MASTER_STRIDE, index, begin, n)
@@ -412,10 +413,15 @@ def _cast_part(
         high = uint32(word >> 32)
         keys = (uint32(uint32(row[KEY0]) ^ _mix32(high)), uint32(uint32(row[KEY1]) + uint32(high * _GOLDEN)))
         _hash_tile(hashes, uint32(word), keys, lane, n, master + 4 * n, served + width * n, width)
-    elif out != served:
+    if code != HASHED and n == TILE:
+        size = TILE // _PARTS
         for part in range(_PARTS):
+            _prefetch_part(master + 4 * n, 4, part, False)
             _prefetch_part(served + width * n, width, part, True)
-    _cast_tile(code, master, accumulator, hashes, out, lane, n)
+            done = size * part
+            _cast_tile(code, master + 4 * done, accumulator + 2 * done, hashes, out + 2 * done, lane + done, size)
+    else:
+        _cast_tile(code, master, accumulator, hashes, out, lane, n)
 
     if flags & ACCUMULATOR_WALKS:
         _walk(_SCATTER16, accumulator, row[ACCUMULATOR], dims, ACCUMULATOR_STRIDE, index, begin, n)
@@ -424,7 +430,7 @@ def _cast_part(
         return _walk(kind, out, row[SERVED], dims, SERVED_STRIDE, index, begin, n)
     if flags & WIDE:
         return _settle_wide(out, served, n)
-    return _settle(out, served, n) if counted else 0
+    return _settle(out, served, n) if out != served else 0
 
 
 @_compiled_once
