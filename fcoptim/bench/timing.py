@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-
 # OpenMP's threads spin for a while after their work and would slow the candidate that comes next.
 _PAUSE = 0.03
 
