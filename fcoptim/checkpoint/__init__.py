@@ -1,7 +1,7 @@
 """Checkpoints: fp32 masters, served model, optimizer state and extras as one folder, whole or absent.
 
 ``layout.py`` says what a folder holds; ``plan.py`` and ``writing.py`` make it, ``folder.py`` puts it in place;
-``opened.py`` reads one.
+``team.py`` and ``joint.py`` let several ranks do so; ``opened.py`` reads one.
 """
 
 from .interop import from_torch, to_torch

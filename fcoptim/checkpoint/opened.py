@@ -27,7 +27,7 @@ from .layout import (
 )
 from .tensorfile import CHUNK, Advance, Reader, count_differing
 from .values import Decoder
-from .writing import in_threads, progress
+from .writing import deal, in_threads, progress
 
 _SUFFIX = ".safetensors"
 _PIECE = 1 << 16  # elements that are cast and compared while they lie in a core's cache
@@ -215,12 +215,20 @@ class Opened:
 
     # ------------------------------------------------------------- checks
 
-    def damaged(self) -> list[str]:
-        """Compare every file with the manifest; say of each that differs how."""
+    def damaged(self, hand: int = 0, hands: int = 1) -> list[str]:
+        """Compare every file with the manifest; say of each that differs how.
+
+        Args:
+            hand: Which share of the files to look at. Default 0.
+            hands: Into how many shares they are dealt. Default 1.
+        """
         if self.manifest is None:
             return []
         found, whole = [], []
-        for name, record in self.manifest.files.items():
+        owners = deal([record.size for record in self.manifest.files.values()], hands)
+        for (name, record), owner in zip(self.manifest.files.items(), owners):
+            if owner != hand:
+                continue
             path = self.folder / name
             if not path.is_file():
                 found.append(f"{name} is missing")
@@ -236,7 +244,7 @@ class Opened:
             for name, found_sum in zip(whole, sums)
             if found_sum != self.manifest.files[name].sha256
         ]
-        return found + self._unlisted()
+        return found + (self._unlisted() if hand == 0 else [])
 
     def _unlisted(self) -> list[str]:
         """Weights that the manifest doesn't know: engines read every safetensors file of a folder, or its index."""
@@ -245,10 +253,17 @@ class Opened:
         present = {path.relative_to(self.folder).as_posix() for path in files}
         return [f"{name} is not in the manifest" for name in sorted(present - self.manifest.files.keys())]
 
-    def misaligned(self) -> list[str]:
-        """Rebuild the served weights from masters and state; name those whose saved bits differ."""
+    def misaligned(self, hand: int = 0, hands: int = 1) -> list[str]:
+        """Rebuild the served weights from masters and state; name those whose saved bits differ.
+
+        Args:
+            hand: Which share of the parameters to look at. Default 0.
+            hands: Into how many shares they are dealt. Default 1.
+        """
         found = [(saved, self.served.get(saved.weight)) for saved in self.parameters()]
         sizes = [0 if served is None else served.numel() for _, served in found]
+        chosen = [number for number, owner in enumerate(deal(sizes, hands)) if owner == hand]
+        found, sizes = [found[number] for number in chosen], [sizes[number] for number in chosen]
         wrong = in_threads(lambda pair: pair[1] is None or differing(pair[0], pair[1]) > 0, found, sizes)
         return [saved.weight for (saved, _), is_wrong in zip(found, wrong) if is_wrong]
 

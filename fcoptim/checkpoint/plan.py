@@ -48,6 +48,11 @@ class Plan:
         copied = [TensorFile(f.name, [item.on_host() for item in f.items], f.metadata) for f in self.tensors]
         return Plan(self.step, copied, self.texts)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether a tensor lies in parts on several ranks."""
+        return any(is_sharded(item.tensor) for file in self.tensors for item in file.items)
+
 
 @dataclass
 class Weights:
@@ -69,9 +74,16 @@ class Weights:
 
 
 def make_plan(
-    opt: FairCastOptimizer, step: int | None, extra: Mapping[str, Any], tokenizer: Any, max_shard_bytes: int
+    opt: FairCastOptimizer,
+    step: int | None,
+    extra: Mapping[str, Any],
+    tokenizer: Any,
+    max_shard_bytes: int,
+    writers: int = 1,
 ) -> Plan:
     """Decide what is written for an optimizer and its model.
+
+    Sharded tensors are planned whole; nothing is gathered for it.
 
     Args:
         opt: The optimizer.
@@ -79,13 +91,15 @@ def make_plan(
         extra: The training's own values.
         tokenizer: See ``model_files``.
         max_shard_bytes: Largest file of weights, if no single tensor is larger.
+        writers: How many ranks are to find files to write, where tensors are sharded. Default 1.
 
     Raises:
         CheckpointError: A value can't be saved; all of them are named.
     """
     members = opt._flat()
     weights = read_weights(opt, members)
-    state = Encoder("the optimizer's state")
+    _check_state_shards(members)
+    state = Encoder("the optimizer's state", sharded=True)
     content = _state(opt, members, weights, state)
     state.check()
     extras = Encoder("extra")
@@ -95,14 +109,19 @@ def make_plan(
     texts = {f"{STATE}.json": to_json(content), f"{EXTRAS}.json": to_json(encoded)}
     tensors = []
     model = naming.bare(opt._shared.model) if opt._shared.model is not None else None
+    if not any(is_sharded(item.tensor) for item in weights.served):
+        writers = 1
     for prefix, items, dtype in (("", weights.served, "bfloat16"), (f"{MASTERS}/", weights.masters, "float32")):
-        files, index = _model_shards(prefix, items, weights.tied, max_shard_bytes)
+        share = max(sum(item.nbytes for item in items) // writers, _STATE_FILE_BYTES[0])
+        files, index = _model_shards(
+            prefix, items, weights.tied, min(max_shard_bytes, share) if writers > 1 else max_shard_bytes
+        )
         tensors += files
         texts.update(index)
         texts.update({f"{prefix}{name}": text for name, text in model_files(model, tokenizer, dtype).items()})
     for path, encoder in ((STATE, state), (EXTRAS, extras)):
         items = [Item(key, tensor.detach(), tensor.dtype) for key, tensor in encoder.tensors.items()]
-        limit = sum(item.nbytes for item in items) // _STATE_FILES
+        limit = sum(item.nbytes for item in items) // max(_STATE_FILES, writers)
         tensors += _numbered(path, split(items, min(max(limit, _STATE_FILE_BYTES[0]), _STATE_FILE_BYTES[1])))
     return Plan(max(counts, default=0) if step is None else step, tensors, texts)
 
@@ -112,7 +131,6 @@ def read_weights(opt: FairCastOptimizer, members: Sequence[Member]) -> Weights:
 
     Raises:
         CheckpointError: A tensor can't be saved.
-        NotImplementedError: A parameter is sharded.
     """
     model = opt._shared.model
     named = named_values(opt)
@@ -133,12 +151,28 @@ def read_weights(opt: FairCastOptimizer, members: Sequence[Member]) -> Weights:
     return out
 
 
+def _check_state_shards(members: Iterable[Member]) -> None:
+    """Refuse state of sharded parameters that could not be cut again when it is loaded.
+
+    Raises:
+        CheckpointError: A tensor is not shaped like its parameter, or with one more dimension in front.
+    """
+    for member in members:
+        for key, value in member.entry.items() if is_sharded(member.param) else ():
+            if isinstance(value, torch.Tensor) and value.ndim and not cut_like(value, member.param):
+                raise CheckpointError(
+                    f"{key} of the sharded parameter {member.name!r} has shape {tuple(value.shape)}, not the "
+                    f"parameter's {tuple(member.param.shape)}, so it belongs to this sharding alone; save with "
+                    "torch.distributed.checkpoint"
+                )
+
+
+def cut_like(value: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether a tensor is cut as its parameter is: of its shape, or with one more dimension in front."""
+    return value.ndim - param.ndim in (0, 1) and value.shape[value.ndim - param.ndim :] == param.shape
+
+
 def _check_savable(name: str, value: torch.Tensor) -> None:
-    if is_sharded(value):
-        raise NotImplementedError(
-            f"parameter {name!r} is sharded (a DTensor), which save_checkpoint can't save yet; use "
-            "torch.distributed.checkpoint"
-        )
     if value.layout is not torch.strided or value.is_quantized or value.is_meta or value.dtype not in CODES:
         raise CheckpointError(
             f"{name!r} of the model can't be saved: it is {value.dtype} of layout {value.layout} on {value.device}"

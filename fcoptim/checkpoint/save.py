@@ -10,10 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..distributed.agreement import Group
+from ..distributed.shards import is_sharded
 from ..optimizer import FairCastOptimizer, unwrap
 from . import folder
+from .joint import save_jointly
 from .layout import CheckpointError
 from .plan import Plan, make_plan
+from .target import named_values
+from .team import Team
 from .writing import check_space, write_plan
 
 _pending: weakref.WeakKeyDictionary[FairCastOptimizer, Saving] = weakref.WeakKeyDictionary()
@@ -75,6 +80,7 @@ def save_checkpoint(
     background: bool = False,
     tokenizer: Any = None,
     max_shard_bytes: int = 5_000_000_000,
+    process_group: Group = "default",
     **extra: Any,
 ) -> Saving:
     """Save masters, served model, optimizer state and the training's own values as one folder, whole or not at all.
@@ -82,8 +88,11 @@ def save_checkpoint(
     The folder is a Hugging Face model of the served weights. It is written beside its place, flushed to the disk and
     renamed in one step. Tensors are written piece by piece; nothing is pickled.
 
+    With ``torch.distributed`` every rank has to make the call. Sharded tensors are saved whole: each rank writes files
+    of its own, and gathers one tensor at a time. Where nothing is sharded the first rank writes and the others wait.
+
     Args:
-        path: The folder to create. The folder it lies in must exist.
+        path: The folder to create. The folder it lies in must exist, for all ranks the same.
         opt: The optimizer, or what a framework has put around it.
         step: The training step, for the manifest. Default: how often the most cast parameter was cast.
         keep: Afterwards remove the oldest checkpoints beside it whose names differ by their numbers alone
@@ -94,29 +103,49 @@ def save_checkpoint(
         tokenizer: A tokenizer or processor to save with the model. Default: the tokenizer files in the local folder
             that the model was loaded from.
         max_shard_bytes: Weights above this size are sharded, with an index. Default 5 GB.
+        process_group: With ``torch.distributed``, the ranks that save together: ``"default"`` (all), a process group,
+            or None for this process alone, which can't save sharded parameters.
         **extra: The training's own values, by name: numbers, strings, None, tensors, and lists, tuples and dicts of
-            these (a scheduler's ``state_dict()``, random states).
+            these (a scheduler's ``state_dict()``, random states). Those of the first rank are saved.
 
     Returns:
         What to wait for, if ``background``; else it is done.
 
     Raises:
-        CheckpointError: A value can't be saved; the message names it.
+        CheckpointError: A value can't be saved, or the ranks don't mean the same; the message names it.
         OSError: The disk is full, a folder is missing or may not be written, or the path exists. Nothing was changed.
+        RuntimeError: Another rank has died.
+        NotImplementedError: ``background`` with several processes, or sharded parameters with ``process_group=None``.
     """
     opt = unwrap(opt)
     target = folder.resolve(path)
-    _check_numbers(step, keep, max_shard_bytes)
-    if keep is not None:
-        folder.series(target)
-    wait_for(opt)
-    if opt._shared.showing_masters:
-        raise RuntimeError("save_checkpoint inside masters_as_weights(): leave the with block first")
-    _check_served(opt)
+    team = Team(process_group, f"saving checkpoint {target}")
+    joint = team.size > 1 or (team.group is not None and any(is_sharded(value) for _, value in named_values(opt)))
+
+    def make() -> Plan:
+        _check_numbers(step, keep, max_shard_bytes)
+        if keep is not None:
+            folder.series(target)
+        if joint and background:
+            raise NotImplementedError(
+                "background=True can't be used by several ranks together; leave it out, or use "
+                "torch.distributed.checkpoint.async_save"
+            )
+        wait_for(opt)
+        _check_ready(opt)
+        if team.first:
+            folder.check_target(target, overwrite)
+        return make_plan(opt, step, extra if team.first else {}, tokenizer, max_shard_bytes, team.size)
+
     saving = Saving(target)
+    if joint:
+        with _told(target):
+            save_jointly(team, target, make, overwrite, keep)
+        return saving
+    wait_for(opt)
     with _told(target):
-        folder.check_target(target, overwrite)
-        plan = make_plan(opt, step, extra, tokenizer, max_shard_bytes)
+        plan = make()
+        _check_whole(plan)
         check_space(target.parent, plan.nbytes)
     if background:
         _pending[opt] = saving
@@ -136,8 +165,19 @@ def wait_for(opt: FairCastOptimizer, path: Path | None = None) -> None:
             other.wait()
 
 
-def _check_served(opt: FairCastOptimizer) -> None:
+def _check_whole(plan: Plan) -> None:
+    """Refuse sharded parameters where one process saves alone."""
+    if plan.sharded:
+        raise NotImplementedError(
+            "parameters are sharded (DTensors), so all ranks have to save together: leave process_group out, and call "
+            "save_checkpoint on every rank; or use torch.distributed.checkpoint"
+        )
+
+
+def _check_ready(opt: FairCastOptimizer) -> None:
     """Refuse to save two halves that don't agree."""
+    if opt._shared.showing_masters:
+        raise RuntimeError("save_checkpoint inside masters_as_weights(): leave the with block first")
     written = opt._shared.watch.foreign(opt._flat())
     if written:
         raise CheckpointError(

@@ -8,6 +8,7 @@ import torch
 
 from .. import lag as lags
 from .. import lagging
+from ..distributed.shards import local, part_of
 from ..masters import ACCUMULATOR, COUNT, serve, wrapped_part
 from ..optimizer import FairCastOptimizer
 from .target import match
@@ -34,10 +35,10 @@ def start_from(
     frozen = {id(param) for param in opt._frozen()}
     for value, key in pairs:
         if id(value) in cast:
-            cast[id(value)].master.copy_(weights[key])
+            local(cast[id(value)].master).copy_(part_of(weights[key], value))
         else:
-            given = weights[key].to(value.device)
-            value.copy_(given.to(torch.bfloat16) if id(value) in frozen else given)
+            given = part_of(weights[key], value).to(value.device)
+            local(value).copy_(given.to(torch.bfloat16) if id(value) in frozen else given)
     _restart(opt)
 
 

@@ -92,7 +92,10 @@ class TensorFile:
         return sum(item.nbytes for item in self.items)
 
 
-def _ordered(items: Sequence[Item]) -> list[Item]:
+Fetch = Callable[[Item], torch.Tensor]
+
+
+def ordered(items: Sequence[Item]) -> list[Item]:
     """Wide dtypes first, so that every tensor is aligned."""
     return sorted(items, key=lambda item: -item.dtype.itemsize)
 
@@ -121,25 +124,27 @@ def make_header(items: Sequence[Item], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_file(folder: Path, file: TensorFile, advance: Advance) -> Record:
+def write_file(folder: Path, file: TensorFile, advance: Advance, fetch: Fetch = lambda item: item.tensor) -> Record:
     """Write one file, hash it on the way, and have the disk hold it.
 
     Args:
         folder: The checkpoint that is being written.
         file: What to write. One chunk of it is in host memory at a time.
         advance: Told how many bytes were written since it was last called.
+        fetch: Gives the tensor of an item when its turn comes, in the order of ``ordered``. Default: the item's own.
 
     Returns:
         Its record for the manifest.
     """
-    items = _ordered(file.items)
+    items = ordered(file.items)
     digest, size = hashlib.sha256(), 0
     with new_file(folder / file.name) as descriptor:
-        for chunk in _contents(items, file.metadata):
+        for chunk in _contents(items, file.metadata, fetch):
             digest.update(chunk)
             write_all(descriptor, chunk)
             size += chunk.nbytes
             advance(chunk.nbytes)
+            del chunk  # it may keep a whole tensor alive while the next one is fetched
         os.fsync(descriptor)
     return Record(size, digest.hexdigest())
 
@@ -160,11 +165,15 @@ def write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _contents(items: Sequence[Item], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+def _contents(items: Sequence[Item], metadata: Mapping[str, str], fetch: Fetch) -> Iterator[memoryview]:
     yield memoryview(make_header(items, metadata))
     for item in items:
-        for part in _parts(item.tensor.detach(), CHUNK // item.dtype.itemsize):
-            yield as_bytes(part.to("cpu", item.dtype))
+        yield from _converted(fetch(item).detach(), item.dtype)
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    for part in _parts(tensor, CHUNK // dtype.itemsize):
+        yield as_bytes(part.to("cpu", dtype))
 
 
 def _parts(tensor: torch.Tensor, elements: int) -> Iterator[torch.Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..distributed.shards import is_sharded
 from .layout import CheckpointError, Json
 from .tensorfile import CODES
 
@@ -26,14 +27,16 @@ class Encoder:
 
     Args:
         what: What the values are, for messages: ``"the optimizer's state"``.
+        sharded: Whether DTensors are taken; they are saved whole. Default False.
 
     Attributes:
         tensors: By the keys that the JSON refers to.
         refused: What can't be saved: path and reason.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, *, sharded: bool = False) -> None:
         self.what = what
+        self._sharded = sharded
         self.tensors: dict[str, torch.Tensor] = {}
         self.refused: list[str] = []
 
@@ -91,7 +94,8 @@ class Encoder:
         return {tag: pairs}
 
     def _tensor(self, value: torch.Tensor, path: str) -> Json:
-        if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        known = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        if not known and not (self._sharded and is_sharded(value)):
             self._refuse(path, f"a tensor of type {type(value).__name__}")
         elif value.layout is not torch.strided or value.is_quantized or value.is_meta or value.is_nested:
             self._refuse(path, f"a tensor of layout {value.layout} on {value.device}")

@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,16 +35,34 @@ def write_plan(folder: Path, plan: Plan, what: str) -> Manifest:
     Returns:
         The manifest.
     """
-    manifest = Manifest(plan.step, {})
-    for name in [*plan.texts, *(file.name for file in plan.tensors)]:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    for name, text in plan.texts.items():
-        manifest.files[name] = write_text(folder / name, text)
+    make_folders(folder, plan)
     with progress(what, plan.nbytes) as advance:
         records = in_threads(
             lambda file: write_file(folder, file, advance), plan.tensors, [file.nbytes for file in plan.tensors]
         )
-    manifest.files.update({file.name: record for file, record in zip(plan.tensors, records)})
+    return finish_plan(folder, plan, {file.name: record for file, record in zip(plan.tensors, records)})
+
+
+def make_folders(folder: Path, plan: Plan) -> None:
+    """Make the folders that the files of a plan lie in."""
+    for name in [*plan.texts, *(file.name for file in plan.tensors)]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+
+
+def finish_plan(folder: Path, plan: Plan, records: Mapping[str, Record]) -> Manifest:
+    """Write the small files, and the manifest last.
+
+    Args:
+        folder: Where the tensors' files lie already.
+        plan: What is written.
+        records: Of the tensors' files.
+
+    Returns:
+        The manifest.
+    """
+    manifest = Manifest(plan.step, dict(records))
+    for name, text in plan.texts.items():
+        manifest.files[name] = write_text(folder / name, text)
     write_text(folder / MANIFEST, manifest.to_json())
     return manifest
 
@@ -89,6 +107,19 @@ def in_threads(work: Callable[[_T], _R], jobs: Sequence[_T], sizes: Iterable[int
         return [futures[number].result() for number in range(len(jobs))]
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def deal(sizes: Sequence[int], hands: int) -> list[int]:
+    """Share jobs among hands, the largest first, each to who has least.
+
+    Returns:
+        The hand of each job; the same everywhere for the same arguments.
+    """
+    held, owners = [0] * hands, [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        owners[number] = held.index(min(held))
+        held[owners[number]] += sizes[number]
+    return owners
 
 
 def _cores() -> int:

@@ -30,19 +30,31 @@ def check_agreement(facts: Mapping[str, object], params: Sequence[torch.Tensor],
     Raises:
         ValueError: A rank differs; raised on all ranks, with the ranks and the facts. Or ``group`` is something else.
     """
-    if group is not None and group != "default" and not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"process_group must be 'default', None or a torch.distributed.ProcessGroup, got {group!r}")
-    if group is None or not (dist.is_available() and dist.is_initialized()):
+    chosen = chosen_group(group)
+    if chosen is None:
         return
     row = torch.tensor([_digest(value) for value in facts.values()], dtype=torch.int64)
     home = Census(params).home
     if home is not None:
         ranks, rows = _gather_over_mesh(row, home)
     else:
-        ranks, rows = _gather(row, None if isinstance(group, str) else group)
+        ranks, rows = _gather(row, chosen)
     differing = _differences(list(facts), ranks, rows)
     if differing:
         raise ValueError(_message(differing, facts))
+
+
+def chosen_group(group: Group) -> dist.ProcessGroup | None:
+    """The process group that an argument stands for; None where nothing is to be communicated.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if group is not None and group != "default" and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"process_group must be 'default', None or a torch.distributed.ProcessGroup, got {group!r}")
+    if group is None or not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.group.WORLD if isinstance(group, str) else group
 
 
 def bits_of(params: Iterable[torch.Tensor]) -> list[int]:
@@ -62,16 +74,14 @@ def _digest(value: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _gather(row: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[list[int], list[list[int]]]:
+def _gather(row: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[list[int]]]:
     """The ranks of a group and the row of each."""
-    chosen = dist.group.WORLD if group is None else group
-    assert chosen is not None
-    if dist.get_rank(chosen) < 0:
+    if dist.get_rank(group) < 0:
         return [], []
-    row = row.to(_device(chosen))
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(chosen))]
-    dist.all_gather(rows, row, group=chosen)
-    return dist.get_process_group_ranks(chosen), torch.stack(rows).tolist()
+    row = row.to(device_of(group))
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, row, group=group)
+    return dist.get_process_group_ranks(group), torch.stack(rows).tolist()
 
 
 def _gather_over_mesh(row: torch.Tensor, mesh: DeviceMesh) -> tuple[list[int], list[list[int]]]:
@@ -86,7 +96,7 @@ def _gather_over_mesh(row: torch.Tensor, mesh: DeviceMesh) -> tuple[list[int], l
     return mesh.mesh.flatten().tolist(), gathered.reshape(-1, len(row)).tolist()
 
 
-def _device(group: dist.ProcessGroup) -> torch.device:
+def device_of(group: dist.ProcessGroup) -> torch.device:
     """A device whose tensors the group can send."""
     if any(name in dist.get_backend(group) for name in ("gloo", "mpi", "fake")):
         return torch.device("cpu")

@@ -8,7 +8,6 @@ parameter. All that casts, replays or remembers works on local tensors; no full 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -199,11 +198,28 @@ def _cut(full: torch.Tensor, like: DTensor, more: int) -> torch.Tensor:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return full.new_empty(local(like).shape)
-    held: Sequence[_Index] = _held(tuple(like.shape), tuple(mesh.shape), tuple(coordinate), tuple(like.placements))
+    return part_of(full, like, more).clone(memory_format=torch.contiguous_format)
+
+
+def part_of(full: torch.Tensor, like: torch.Tensor, more: int = 0) -> torch.Tensor:
+    """The part of a full tensor that this rank holds of another; a view of it where the part is in one piece.
+
+    Args:
+        full: Shaped as ``like``, or with more dimensions in front.
+        like: Plain, then that is all; or a DTensor on a mesh that this rank is part of.
+        more: How many dimensions more.
+    """
+    if not is_sharded(like):
+        return full
+    held = held_by(like, tuple(like.device_mesh.get_coordinate() or ()))
     for dim, index in enumerate(held):
-        if len(index) != like.shape[dim]:
+        if len(index) == like.shape[dim]:
+            continue
+        if len(index) == 0 or index[-1] - index[0] == len(index) - 1:
+            full = full.narrow(dim + more, int(index[0]) if len(index) else 0, len(index))
+        else:
             full = full.index_select(dim + more, torch.from_numpy(index).to(full.device))
-    return full.clone(memory_format=torch.contiguous_format)
+    return full
 
 
 class LocalEntry(dict[str, Any]):

@@ -37,9 +37,9 @@ def shard(made: nn.Module, how: str, **options) -> nn.Module:
 
     Args:
         made: From ``model``.
-        how: ``"whole"`` (not at all), ``"fsdp"``, ``"fsdp_dim1"`` (dimension 1 where it divides), ``"hsdp"`` (2 ranks
-            share, others replicate), ``"tp"`` (colwise, then rowwise), ``"fsdp_tp"`` (both, on a mesh of two
-            dimensions) or ``"replicate"``.
+        how: ``"whole"`` (not at all), ``"fsdp"``, ``"whole_fsdp"`` (not by layer), ``"fsdp_dim1"`` (dimension 1 where
+            it divides), ``"hsdp"`` (2 ranks share, others replicate), ``"tp"`` (colwise, then rowwise), ``"fsdp_tp"``
+            (both, on a mesh of two dimensions) or ``"replicate"``.
         options: For ``fully_shard``.
     """
     world = dist.get_world_size()
@@ -48,6 +48,8 @@ def shard(made: nn.Module, how: str, **options) -> nn.Module:
         return made
     if how == "fsdp":
         return _by_layer(made, mesh=init_device_mesh(device(), (world,)), **options)
+    if how == "whole_fsdp":
+        return fully_shard(made, mesh=init_device_mesh(device(), (world,)), **options)
     if how == "fsdp_dim1":
         options["shard_placement_fn"] = lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % world == 0 else Shard(0)
         return _by_layer(made, mesh=init_device_mesh(device(), (world,)), **options)
