@@ -57,6 +57,9 @@ class Pool:
             except EOFError:
                 self.close()
                 raise JobFailed(f"a process died in {function.__name__}; see its stderr") from None
+            for (good, _), (_, pipe) in zip(answers, chosen):
+                if good:
+                    pipe.send("all ranks are done")
         failed = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(answers) if not good]
         if failed:
             raise JobFailed("\n".join(failed))
@@ -90,5 +93,11 @@ def _serve(pipe, backend) -> None:
                 answer = True, function(*args)
         except BaseException:
             answer = False, traceback.format_exc()
-        dist.destroy_process_group()
-        pipe.send(answer)
+        if answer[0]:
+            # A rank that closes its connections while another still makes its own would break that one's.
+            pipe.send(answer)
+            pipe.recv()
+            dist.destroy_process_group()
+        else:  # at once, so that ranks which wait for this one notice
+            dist.destroy_process_group()
+            pipe.send(answer)
