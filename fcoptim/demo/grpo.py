@@ -38,7 +38,7 @@ class Rollout:
 
     def take(self, rows: Sequence[int]) -> Rollout:
         """Return the rollout of some prompts only."""
-        index = torch.as_tensor(list(rows))
+        index = torch.as_tensor(list(rows), device=self.prompt.device)
         return Rollout(*(t[index] for t in (self.prompt, self.prompt_mask, self.completion, self.completion_mask)))
 
 
@@ -94,14 +94,14 @@ def sample(
         group: Completions for each prompt.
         max_new_tokens: Where a completion is cut off.
         end: Id of the end-of-turn token; also used for padding.
-        generator: Source of all randomness; torch's global one is not touched.
+        generator: Source of all randomness, on the model's device; torch's global one is not touched.
         temperature: Divides the logits. Default 1.0.
     """
-    ids, mask = pad_left(prompts, end)
+    ids, mask = (tensor.to(model.device) for tensor in pad_left(prompts, end))
     logits, cache = _run_prompts(model, ids, mask, group)
     attention = mask.repeat_interleave(group, 0).long()
     position = attention.sum(1, keepdim=True)
-    running = torch.ones(len(attention), dtype=torch.bool)
+    running = torch.ones(len(attention), dtype=torch.bool, device=ids.device)
     tokens, masks = [], []
     for step in range(max_new_tokens):
         chances = torch.softmax(logits.float() / temperature, -1)
@@ -119,6 +119,28 @@ def sample(
     return Rollout(ids, mask, torch.stack(tokens, 1).view(shape), torch.stack(masks, 1).view(shape))
 
 
+def completion_logits(model: Any, rollout: Rollout) -> torch.Tensor:
+    """Return the logits that each completion token is drawn from, with gradients.
+
+    Args:
+        model: As in ``sample``.
+        rollout: What was sampled.
+
+    Returns:
+        The model's dtype, of shape ``(prompts * group, longest completion, vocabulary)``.
+    """
+    prompts, group, length = rollout.completion.shape
+    first, cache = _run_prompts(model, rollout.prompt, rollout.prompt_mask, group)
+    logits = first[:, None]
+    if length > 1:
+        tokens = rollout.completion.reshape(prompts * group, length)
+        mask = rollout.prompt_mask.repeat_interleave(group, 0).long()
+        position = mask.sum(1, keepdim=True) + torch.arange(length - 1, device=mask.device)
+        attention = F.pad(mask, (0, length - 1), value=1)
+        logits = torch.cat([logits, _run_on(model, tokens[:, :-1], attention, position, cache)], 1)
+    return logits
+
+
 def log_probs(model: Any, rollout: Rollout, temperature: float = 1.0) -> torch.Tensor:
     """Return the log probability of each completion token, with gradients.
 
@@ -130,17 +152,9 @@ def log_probs(model: Any, rollout: Rollout, temperature: float = 1.0) -> torch.T
     Returns:
         fp32 of shape ``(prompts, group, longest completion)``; meaningless where the mask is False.
     """
-    prompts, group, length = rollout.completion.shape
-    first, cache = _run_prompts(model, rollout.prompt, rollout.prompt_mask, group)
-    tokens = rollout.completion.reshape(prompts * group, length)
-    logits = first[:, None]
-    if length > 1:
-        mask = rollout.prompt_mask.repeat_interleave(group, 0).long()
-        position = mask.sum(1, keepdim=True) + torch.arange(length - 1)
-        attention = F.pad(mask, (0, length - 1), value=1)
-        logits = torch.cat([logits, _run_on(model, tokens[:, :-1], attention, position, cache)], 1)
-    flat = F.cross_entropy(logits.flatten(0, 1).float() / temperature, tokens.flatten(), reduction="none")
-    return -flat.view(prompts, group, length)
+    logits = completion_logits(model, rollout).flatten(0, 1).float() / temperature
+    flat = F.cross_entropy(logits, rollout.completion.flatten(), reduction="none")
+    return -flat.view(rollout.completion.shape)
 
 
 def advantages(rewards: torch.Tensor) -> torch.Tensor:
