@@ -28,7 +28,7 @@ class Exporter:
     Raises:
         ValueError: There is no such rule.
 
-    Example:
+    Examples:
         >>> export = Exporter(rounding="dither")
         >>> export({"weight": torch.zeros(2)})["weight"].dtype
         torch.bfloat16

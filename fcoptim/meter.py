@@ -55,7 +55,7 @@ class LagMeter:
         TypeError: Neither an optimizer nor model and masters are given, or both.
         ValueError: A number is out of range, or model and masters share no name.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(4, 4)
         >>> meter = LagMeter(FairCastOptimizer(model, torch.optim.SGD, lr=0.1))
         >>> sorted(meter.update())[:2]

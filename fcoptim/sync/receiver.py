@@ -51,7 +51,7 @@ class Receiver:
             the first anchor.
         strict: Whether an anchor has to have every tensor that is here. Default True.
 
-    Example:
+    Examples:
         >>> from fcoptim.sync import Sender
         >>> weights, copy = {"w": torch.ones(3, dtype=torch.bfloat16)}, {}
         >>> Receiver(copy).apply(Sender(weights).publish())

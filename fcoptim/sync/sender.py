@@ -44,7 +44,7 @@ class Sender:
         TypeError: ``source`` is none of these.
         ImportError: ``encoding="zstd"`` without its package.
 
-    Example:
+    Examples:
         >>> weights = {"w": torch.zeros(1000, dtype=torch.bfloat16)}
         >>> sender = Sender(weights)
         >>> first = sender.publish()
