@@ -1,6 +1,7 @@
 """examples/seed_pairs.py and examples/pairs_report.py: a small grid from start to tables, and what the tables say."""
 
 import json
+import multiprocessing
 
 import pytest
 
@@ -45,6 +46,16 @@ def test_failed_cell_is_named_and_others_go_on(tmp_path, base, capsys):
     assert "--group must be at least 2" in capsys.readouterr().out
 
 
+def test_worker_ends_with_its_grid():
+    """A worker that outlives a killed grid would write into the logs of the next one."""
+    import seed_pairs
+
+    worker = multiprocessing.get_context("fork").Process(target=seed_pairs._end_with, args=(-1,))
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 1
+
+
 def test_report_without_runs_says_what_to_do(tmp_path):
     import pairs_report
 
@@ -52,7 +63,7 @@ def test_report_without_runs_says_what_to_do(tmp_path):
         pairs_report.write(tmp_path)
 
 
-@pytest.mark.parametrize("preset", ["cpu", "map", "paper"])
+@pytest.mark.parametrize("preset", ["cpu", "map", "smollm2", "paper"])
 def test_presets_are_runs_that_grpo_accepts(preset, tmp_path):
     import seed_pairs
 
