@@ -91,10 +91,10 @@ _SMALL: dict[str, Any] = {"prompts": 16, "group": 8, "max_new_tokens": 5, "eval_
 _TASKS: dict[str, dict[str, Any]] = {name: {**_SMALL, "task": name} for name in small.TASKS}
 _LRS = (1e-6, 4e-6, 1.6e-5)
 _BEST_TWO = ("nearest", "stochastic", "dither")
-_LM: dict[str, Any] = {"prompts": 4, "group": 8, "shots": 1, "eval_prompts": 24, "eval_samples": 4, "steps": 16}
+_LM: dict[str, Any] = {"prompts": 4, "group": 8, "max_new_tokens": 8, "eval_prompts": 4, "steps": 16}
 _LM_TASKS: dict[str, dict[str, Any]] = {
-    "basic_arithmetic": {"max_new_tokens": 5, "task_options": '{"min_terms": 2, "max_terms": 2, "max_digits": 1}'},
-    "spell_backward": {"max_new_tokens": 8, "task_options": '{"max_word_len": 4}'},
+    "spell_backward": {"shots": 1, "task_options": '{"max_word_len": 4}'},
+    "coin_flip": {"shots": 2},
 }
 
 
@@ -102,8 +102,9 @@ def _cpu() -> Iterator[Setting]:
     """Small transformers on two tasks; a day on one core, or two hours on ten."""
     for task, options in _TASKS.items():
         yield Setting(f"{task}-adamw", options, _LRS, seeds=10, bases=_bases(task))
-        yield Setting(f"{task}-muon", {**options, "optimizer": "muon"}, _LRS, seeds=5, bases=_bases(task))
-        yield Setting(f"{task}-lags", options, (4e-6,), arms=("nearest", *LAGGED), seeds=10, bases=_bases(task))
+        muon = {**options, "optimizer": "muon", "prompts": 8}
+        yield Setting(f"{task}-muon", muon, _LRS, seeds=5, bases=_bases(task))
+        yield Setting(f"{task}-lags", options, (4e-6,), arms=("nearest", *LAGGED), seeds=5, bases=_bases(task))
 
 
 def _map() -> Iterator[Setting]:
@@ -118,9 +119,9 @@ def _map() -> Iterator[Setting]:
 
 
 def _smollm2() -> Iterator[Setting]:
-    """SmolLM2-135M on two tasks that it solves about one time in ten."""
+    """SmolLM2-135M on two tasks that it starts at a reward of 0.1 to 0.2 on."""
     for task, options in _LM_TASKS.items():
-        yield Setting(f"smollm2-{task}", {**_LM, **options, "task": task}, (1e-5,), _BEST_TWO, seeds=4)
+        yield Setting(f"smollm2-{task}", {**_LM, **options, "task": task}, (2e-6,), _BEST_TWO, seeds=4)
 
 
 def _paper() -> Iterator[Setting]:

@@ -101,13 +101,12 @@ def fill_dither_(accumulator: torch.Tensor, keys: tuple[int, int], start: int | 
 
 
 def rewind(accumulator: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """Return the accumulators, int16, from which a cast of ``master`` led to these."""
-    before = torch.empty_like(accumulator)
-    for first in range(0, accumulator.numel(), _CHUNK):
-        local = torch.arange(first, min(first + _CHUNK, accumulator.numel()), device=accumulator.device)
-        _, lo = split_word(torch.take(master, local))
-        before.put_(local, _as_signed16(torch.take(accumulator, local).to(torch.int64) - lo))
-    return before
+    """Return the accumulators, int16, from which a cast of ``master`` led to these.
+
+    int16 arithmetic wraps, so it is modulo 2**16 as the accumulators are; int32 to int16 keeps the lower half.
+    """
+    lo = master.view(torch.int32).to(torch.int16)
+    return lo.masked_fill_(master.isnan(), 0).neg_().add_(accumulator)
 
 
 def cast_jobs(jobs: Sequence[Job], code: int, changed: torch.Tensor | None = None) -> None:

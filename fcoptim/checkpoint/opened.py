@@ -30,7 +30,7 @@ from .values import Decoder
 from .writing import deal, in_threads, progress
 
 _SUFFIX = ".safetensors"
-_PIECE = 1 << 16  # elements that are cast and compared while they lie in a core's cache
+_PIECE = 1 << 18  # elements that are cast and compared at once: few enough to be small beside a tensor, in every thread
 _WHOLE = ("model.safetensors.index.json", "model.safetensors")
 
 

@@ -24,10 +24,10 @@ def _writable() -> int:
     return int(line.split()[1]) * 1024
 
 
-def _pair(rows: int, layers: int = LAYERS, stepped: bool = True) -> FairCastOptimizer:
+def _pair(rounding: str, rows: int, layers: int = LAYERS, stepped: bool = True) -> FairCastOptimizer:
     weights = [nn.Parameter(torch.full((rows, COLUMNS), 0.5)) for _ in range(layers)]
     model = nn.ParameterList(weights)
-    opt = FairCastOptimizer(model, torch.optim.AdamW, lr=1e-3, fused=True)
+    opt = FairCastOptimizer(model, torch.optim.AdamW, lr=1e-3, fused=True, rounding=rounding)
     for param in model if stepped else ():
         param.grad = torch.full(param.shape, 1e-3, dtype=torch.bfloat16)
     if stepped:
@@ -47,15 +47,15 @@ def limited(needed: int = 0) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, rounding: str) -> None:
     """Warm everything up on a small model, then work on a large one under limits."""
     threading.stack_size(256 << 10)  # stacks are private memory, too
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    small = _pair(2, 2)
+    small = _pair(rounding, 2, 2)
     save_checkpoint(folder / "small", small)
     load_checkpoint(folder / "small", small)
-    opt = _pair(ROWS)
+    opt = _pair(rounding, ROWS)
     with limited():
         save_checkpoint(folder / "large", opt)
     print("saved", flush=True)
@@ -70,10 +70,10 @@ def main(folder: Path) -> None:
     except RuntimeError as error:
         print("a copy does not fit" if "memory" in str(error) else error, flush=True)
     del opt
-    opt = _pair(ROWS, stepped=False)
-    with limited(files + 2 * LAYERS * TENSOR):  # the moments are new
+    opt = _pair(rounding, ROWS, stepped=False)
+    with limited(files + 2 * LAYERS * TENSOR):  # the moments are new; accumulators are there from the start
         load_checkpoint(folder / "large", opt)
     print("loaded into a new one", flush=True)
 
 
-main(Path(sys.argv[1]))
+main(Path(sys.argv[1]), sys.argv[2])

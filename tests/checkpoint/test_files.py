@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from fcoptim import CheckpointError
+from fcoptim.cast import RULES
 from fcoptim.checkpoint import writing
 from fcoptim.checkpoint.layout import Record, to_json
 from fcoptim.checkpoint.plan import split
@@ -232,10 +233,11 @@ def test_jobs_in_threads():
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's limit on memory")
-def test_memory_of_one_tensor(tmp_path):
+@pytest.mark.parametrize("rounding", RULES)
+def test_memory_of_one_tensor(tmp_path, rounding):
     """One tensor more than what is there anyway is enough to save and load ten; for a copy of all it is not."""
     # The C library would keep freed memory for each thread; here it goes back to the system at once.
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1048576"}
-    done = run_python("tests.checkpoint.memory_worker", tmp_path, env=environment)
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
+    done = run_python("tests.checkpoint.memory_worker", tmp_path, rounding, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == ["saved", "loaded", "a copy does not fit", "loaded into a new one"]
