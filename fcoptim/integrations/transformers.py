@@ -26,7 +26,7 @@ class FairCastCallback(TrainerCallback):  # type: ignore[misc]
         meter: A ``LagMeter`` of one's own, None for none, or True (default) to make one when training begins. Its
             displacements are counted from there, also in a resumed run.
 
-    Example:
+    Examples:
         >>> FairCastCallback().attach(trainer)  # doctest: +SKIP
     """
 
@@ -83,7 +83,7 @@ class FairCastMixin:
     Raises:
         ValueError: DeepSpeed, which keeps its own masters; FSDP 1, whose flat parameters have lost names and shapes.
 
-    Example:
+    Examples:
         >>> class FairTrainer(FairCastMixin, Trainer):  # doctest: +SKIP
         ...     pass
         >>> FairTrainer(model, args, fair_cast={"rounding": "dither"})  # doctest: +SKIP

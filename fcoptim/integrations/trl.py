@@ -31,7 +31,7 @@ class FairCastMixin(transformers.FairCastMixin):
     Warns:
         UserWarning: vLLM gets merged adapters, whose merge is rounded to nearest.
 
-    Example:
+    Examples:
         >>> class FairGRPOTrainer(FairCastMixin, GRPOTrainer):  # doctest: +SKIP
         ...     pass
         >>> FairGRPOTrainer("Qwen/Qwen3-0.6B", reward, args, train_dataset=data)  # doctest: +SKIP
