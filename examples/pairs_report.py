@@ -1,19 +1,23 @@
 """Summaries, tables and plots of a grid that ``examples/seed_pairs.py`` has run.
 
-A summary is one JSON line for each finished run. Tables and plots are made from summaries alone.
+A summary is one JSON line for each finished run. Tables and plots are made from summaries alone:
+
+    python examples/pairs_report.py docs/evidence.md
 """
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fcoptim.plots import new_figure
 
 Summary = dict[str, Any]
+_K = TypeVar("_K", int, tuple[str, int])
 
 BINS = 10
 COLOURS = {"nearest": "#D55E00", "stochastic": "#0072B2", "dither": "#009E73", "error_feedback": "#CC79A7", "fp32": "0"}
@@ -98,12 +102,12 @@ def bootstrap(differences: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def against(arm: dict[int, float], other: dict[int, float], tie: float) -> dict[str, Any] | None:
-    """Compare two arms on the seeds that both have; None if there are none."""
-    seeds = sorted(arm.keys() & other.keys())
-    if not seeds:
+def against(arm: dict[_K, float], other: dict[_K, float], tie: float) -> dict[str, Any] | None:
+    """Compare two arms on the pairs that both have, by seed; None if there are none."""
+    both = sorted(arm.keys() & other.keys())
+    if not both:
         return None
-    gaps = [arm[seed] - other[seed] for seed in seeds]
+    gaps = [arm[key] - other[key] for key in both]
     ahead, behind = sum(gap > tie for gap in gaps), sum(gap < -tie for gap in gaps)
     low, high = bootstrap(gaps)
     return {
@@ -217,22 +221,42 @@ def overview_table(summaries: Sequence[Summary]) -> str:
     return "\n".join(lines)
 
 
+def pooled_table(summaries: Sequence[Summary]) -> str:
+    """Each rule beside nearest at the same learning rate, over all settings that have every rule."""
+    whole = {summary["setting"] for summary in summaries if summary["arm"] == "fp32"}
+    by_setting = {name: pairs(s for s in summaries if s["setting"] == name) for name in sorted(whole)}
+    lines = _header("arm | lr | settings | pairs | minus nearest [95%] | ahead / tied / behind")
+    keys = {key for sampled in by_setting.values() for key in sampled if key[0] != "nearest"}
+    for arm, lr in _ordered(keys):
+        ours, theirs = {}, {}
+        for name, sampled in by_setting.items():
+            for seed, score in sampled.get((arm, lr), {}).items():
+                ours[name, seed] = score
+            for seed, score in sampled.get(("nearest", lr), {}).items():
+                theirs[name, seed] = score
+        found = against(ours, theirs, summaries[0]["tie"])
+        if found:
+            count = len({name for name, _ in ours.keys() & theirs.keys()})
+            lines.append(f"| {arm} | {lr:g} | {count} | {found['pairs']} | {_versus(found)} |")
+    return "\n".join(lines)
+
+
 TABLES = {"reward": reward_table, "best": best_table, "mechanism": mechanism_table}
 
 
 def table(name: str, summaries: Sequence[Summary]) -> str:
-    """Make a table by its name: ``overview``, or ``SETTING/reward``, ``SETTING/best``, ``SETTING/mechanism``.
+    """Make a table by its name: ``overview``, ``pooled``, or ``SETTING/KIND`` with a kind of ``TABLES``.
 
     Raises:
         ValueError: There is no such table, or no summary of that setting.
     """
-    if name == "overview":
-        return overview_table(summaries)
+    if name in ("overview", "pooled"):
+        return overview_table(summaries) if name == "overview" else pooled_table(summaries)
     setting, _, kind = name.partition("/")
     some = [summary for summary in summaries if summary["setting"] == setting]
     if kind not in TABLES or not some:
         known = sorted({summary["setting"] for summary in summaries})
-        raise ValueError(f"no table {name!r}; there are overview and {', '.join(TABLES)} of {', '.join(known)}")
+        raise ValueError(f"no table {name!r}; there are overview, pooled and {', '.join(TABLES)} of {', '.join(known)}")
     return TABLES[kind](some)
 
 
@@ -308,9 +332,19 @@ def write(out: Path, to: Path | None = None) -> str:
         raise ValueError(f"{out} holds no finished run; start it with `seed_pairs.py run --out {out}`")
     to.mkdir(parents=True, exist_ok=True)
     (to / "summaries.jsonl").write_text("".join(json.dumps(summary) + "\n" for summary in summaries))
-    text = [overview_table(summaries)]
+    text = [overview_table(summaries), pooled_table(summaries)]
     for setting in dict.fromkeys(summary["setting"] for summary in summaries):
         some = [summary for summary in summaries if summary["setting"] == setting]
         plot(some, to / f"{setting}.png")
         text += [f"## {setting}", *(make(some) for make in TABLES.values())]
     return "\n\n".join(text)
+
+
+def main() -> None:
+    """Make the tables of a page anew from the summaries in the folder of its name."""
+    page = Path(sys.argv[1])
+    page.write_text(fill(page.read_text(), read(page.with_suffix("") / "summaries.jsonl")))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .cast import DEFAULT
+
 USAGE_ERROR = 2
 
 app = typer.Typer(
@@ -138,7 +140,7 @@ def bench_distributed(
     ranks: Annotated[int, typer.Option(help="Processes.")] = 2,
     width: Annotated[int, typer.Option(help="Width of the model's layers.")] = 256,
     layers: Annotated[int, typer.Option(help="Layers before the last one.")] = 4,
-    rounding: Annotated[str, typer.Option(help="Rounding rule.")] = "stochastic",
+    rounding: Annotated[str, typer.Option(help="Rounding rule.")] = DEFAULT,
     steps: Annotated[int, typer.Option(help="Timed steps.")] = 5,
 ) -> None:
     """Count the bytes that ranks communicate in a step under DDP and FSDP2, and which of them are fcoptim's."""

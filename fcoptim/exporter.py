@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .cast import cast_, get_rule, parameter_key, start_accumulator_
+from .cast import DEFAULT, cast_, get_rule, parameter_key, start_accumulator_
 from .distributed.shards import local, place_of
 from .naming import canonical_name, matches
 
@@ -21,7 +21,7 @@ class Exporter:
     every tensor; what the next call needs to know is in ``state_dict()``.
 
     Args:
-        rounding: ``"nearest"``, ``"stochastic"`` (default), ``"dither"`` or ``"error_feedback"``.
+        rounding: ``"nearest"``, ``"stochastic"``, ``"dither"`` (default) or ``"error_feedback"``.
         seed: Seed of the rounding. Default 0.
         keep_fp32: Name patterns (fnmatch) of entries to pass on in fp32, for example ``("*.running_*",)``.
 
@@ -34,7 +34,7 @@ class Exporter:
         torch.bfloat16
     """
 
-    def __init__(self, rounding: str = "stochastic", seed: int = 0, *, keep_fp32: Sequence[str] | str = ()) -> None:
+    def __init__(self, rounding: str = DEFAULT, seed: int = 0, *, keep_fp32: Sequence[str] | str = ()) -> None:
         get_rule(rounding)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed must be an integer, got {seed!r}")

@@ -13,6 +13,7 @@ from torch import nn
 
 from . import gradients, lagging, loading, setup
 from . import lag as lags
+from .cast import DEFAULT
 from .distributed.agreement import Group
 from .distributed.say import BF16_GRADIENTS, FP32_SHARDS, say_once
 from .distributed.shards import is_sharded, mark_of
@@ -85,7 +86,7 @@ class FairCastOptimizer(torch.optim.Optimizer):
             and ``"seed"`` choose a group's own.
         optimizer: A ``torch.optim.Optimizer`` class, a callable that takes parameters or param groups, or an
             instance built on these parameters (its groups, options and state are taken over).
-        rounding: ``"nearest"``, ``"stochastic"`` (default), ``"dither"`` or ``"error_feedback"``.
+        rounding: ``"nearest"``, ``"stochastic"``, ``"dither"`` (default) or ``"error_feedback"``.
         lag: ``fcoptim.lag.Ema``, ``Delay`` or ``DeadZone``: what is cast instead of the masters. Default None. It can
             be set and changed while training, as ``opt.lag``, and chosen by groups like ``"rounding"``.
         seed: Seed of the rounding; torch's own random state is not used. Default 0.
@@ -111,7 +112,7 @@ class FairCastOptimizer(torch.optim.Optimizer):
         model: Parameters,
         optimizer: OptimizerLike,
         *,
-        rounding: str = "stochastic",
+        rounding: str = DEFAULT,
         lag: lags.Lag | Mapping[str, Any] | None = None,
         seed: int = 0,
         storage: str = "bfloat16",

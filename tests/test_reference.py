@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PACKAGES = ["fcoptim", "fcoptim.cast", "fcoptim.checkpoint", "fcoptim.distributed", "fcoptim.muon", "fcoptim.sync"]
 CLASSES = ["fcoptim.lag", "fcoptim.integrations.transformers", "fcoptim.integrations.trl"]
-DATA = {"fcoptim.cast.RULES", "fcoptim.cast.Rounding"}  # a table and a type, which have no docstring of their own
+DATA = {"fcoptim.cast.DEFAULT", "fcoptim.cast.RULES", "fcoptim.cast.Rounding"}  # constants and a type have no docstring
 
 
 def public_names() -> list[str]:

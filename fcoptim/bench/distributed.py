@@ -18,6 +18,7 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..cast import DEFAULT, get_rule
 from .table import print_table
 
 SETUPS = ("DDP, bf16", "FSDP2, bf16", "FSDP2, fp32 + mixed precision", "FSDP2, fp32 + mixed precision, Muon")
@@ -164,22 +165,20 @@ def _work(rank: int, ranks: int, folder: str, width: int, layers: int, rounding:
     dist.destroy_process_group()
 
 
-def run(ranks: int = 2, width: int = 256, layers: int = 4, rounding: str = "stochastic", steps: int = 5) -> list[Row]:
+def run(ranks: int = 2, width: int = 256, layers: int = 4, rounding: str = DEFAULT, steps: int = 5) -> list[Row]:
     """Measure on processes of this machine, over gloo.
 
     Args:
         ranks: How many processes. Default 2.
         width: Width of the model's linear layers. Default 256.
         layers: How many there are before the last one. Default 4.
-        rounding: The rule. Default ``"stochastic"``.
+        rounding: The rule. Default ``"dither"``.
         steps: Timed steps. Default 5.
 
     Raises:
         ValueError: A number is not positive, or the rule is unknown.
     """
     import json
-
-    from ..cast import get_rule
 
     get_rule(rounding)
     if min(ranks, width, layers, steps) < 1:
@@ -190,7 +189,7 @@ def run(ranks: int = 2, width: int = 256, layers: int = 4, rounding: str = "stoc
         return [Row(**row) for row in json.loads(Path(folder, "rows.json").read_text())]
 
 
-def main(ranks: int = 2, width: int = 256, layers: int = 4, rounding: str = "stochastic", steps: int = 5) -> None:
+def main(ranks: int = 2, width: int = 256, layers: int = 4, rounding: str = DEFAULT, steps: int = 5) -> None:
     """Run the benchmark and print its table; see ``run`` for the arguments."""
     rows = run(ranks, width, layers, rounding, steps)
     values = (layers + 1) * (width * width + width)

@@ -2,9 +2,10 @@
 
 from .bits import parameter_key
 from .entry import cast_, replay_, start_accumulator_
-from .rules import RULES, Rounding, Rule, Runs, get_rule
+from .rules import DEFAULT, RULES, Rounding, Rule, Runs, get_rule
 
 __all__ = [
+    "DEFAULT",
     "RULES",
     "Rounding",
     "Rule",
