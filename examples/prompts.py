@@ -7,6 +7,7 @@ from typing import Any
 import small
 import torch
 
+from fcoptim import FairCastOptimizer
 from fcoptim.demo import grpo
 from fcoptim.demo.task import Task
 
@@ -36,6 +37,7 @@ class Prompts:
             self.task = Task(task, size=TASK_SIZE, shots=shots, options=chosen)
             kept = held_out
         self._tokenizer, self._seed, self._kept = tokenizer, seed, kept
+        self.end: int = tokenizer.eos_token_id
         entries = self.task.entries(0, kept)
         self.held_out = entries[:held_out]
         self._known = {entry["question"] for entry in entries}
@@ -94,7 +96,7 @@ class Prompts:
         generator = torch.Generator(policy.device).manual_seed(0)
         settings: Any = {
             "max_new_tokens": max_new_tokens,
-            "end": self._tokenizer.eos_token_id,
+            "end": self.end,
             "generator": generator,
         }
         means = {}
@@ -106,3 +108,48 @@ class Prompts:
                 rewards.append(self.rewards(rollout, some).mean(1))
             means[name] = float(torch.cat(rewards).mean())
         return means
+
+
+class Evaluation:
+    """Held-out rewards of a policy and of its masters, and the KL divergence between the two.
+
+    KL(served, master) is averaged over the tokens of completions that the policy gives at the start.
+
+    Args:
+        prompts: The task's.
+        policy: The served model, as it is at the start.
+        samples: Completions for each held-out prompt.
+        max_new_tokens: Where a completion is cut off.
+    """
+
+    def __init__(self, prompts: Prompts, policy: Any, *, samples: int, max_new_tokens: int) -> None:
+        self._prompts, self._policy = prompts, policy
+        self._settings: Any = {"samples": samples, "max_new_tokens": max_new_tokens}
+        count = max(16, min(512, 12_000_000 // (policy.config.vocab_size * max_new_tokens)))  # 100 MB of logits
+        self._probe = grpo.sample(
+            policy,
+            prompts.tokens(prompts.held_out[:count]),
+            group=1,
+            max_new_tokens=max_new_tokens,
+            end=prompts.end,
+            generator=torch.Generator(policy.device).manual_seed(0),
+        )
+
+    def start(self) -> dict[str, Any]:
+        """What ``compare`` gives before the first step, when the masters are what is served."""
+        scores = self._prompts.score(self._policy, **self._settings)
+        return {"served": scores, "master": scores, "kl": 0.0}
+
+    @torch.no_grad()
+    def compare(self, opt: FairCastOptimizer) -> dict[str, Any]:
+        """Measure the served weights, then the masters in their place."""
+        served, served_chances = self._measure()
+        with opt.masters_as_weights():
+            master, master_chances = self._measure()
+        each = (served_chances.exp() * (served_chances - master_chances)).sum(-1)
+        kl = each[self._probe.completion_mask.flatten(0, 1)].mean()
+        return {"served": served, "master": master, "kl": float(kl)}
+
+    def _measure(self) -> tuple[dict[str, float], torch.Tensor]:
+        log_chances = grpo.completion_logits(self._policy, self._probe).double().log_softmax(-1)
+        return self._prompts.score(self._policy, **self._settings), log_chances
