@@ -44,7 +44,9 @@ def prepared(efficient, folder):
         accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
         plugin.set_mixed_precision("bf16")
         made = setups.model(torch.float32)
-        made, wrapped = accelerator.prepare(made, FairCastOptimizer(made, torch.optim.AdamW, **test_fsdp.ADAM))
+        made, wrapped = accelerator.prepare(
+            made, FairCastOptimizer(made, torch.optim.AdamW, rounding="stochastic", **test_fsdp.ADAM)
+        )
         opt = unwrap(wrapped)
         losses = setups.train(made, wrapped, range(2))
         save_fsdp_model(plugin, accelerator, made, folder)

@@ -15,7 +15,7 @@ from . import setups
 OTHER = {
     "seed": ({"seed": 7}, r"rank 1 has another seed\b.*seed: \[(7|5)\]"),
     "rule": (
-        {"rounding": "dither"},
+        {"rounding": "stochastic"},
         "rank 1 has another rounding rule",
     ),
     "lag": ({"lag": fcoptim.lag.Ema(3).options}, "rank 1 has another lag"),

@@ -242,7 +242,7 @@ def test_masters_as_weights(how, world, dtype, mp, steps, ranks):
 def swapped():
     """What accelerate does: build on the plain model, upcast, shard, put the new parameters into the groups."""
     made = setups.model(FP32)
-    opt = FairCastOptimizer(made, torch.optim.AdamW, **ADAM)
+    opt = FairCastOptimizer(made, torch.optim.AdamW, rounding="stochastic", **ADAM)
     opt.load_state_dict(opt.state_dict())  # its prepare() does that too
     names = {id(param): name for name, param in made.named_parameters()}
     order = [[names[id(param)] for param in group["params"]] for group in opt.param_groups]
