@@ -13,9 +13,15 @@ from .naming import NamedGroup
 
 OWN_OPTIONS = frozenset({"params", "param_names", "rounding", "seed", "lag"})
 
+_GRAPH = (
+    "it needs gradients with a graph to the weights it steps on, but the loss is computed on the served weights, not "
+    "on the masters"
+)
 _REFUSED = {
-    "Adahessian": "it needs gradients with a graph to the weights it steps on, but the loss is computed on the "
-    "served weights, not on the masters",
+    "Adahessian": _GRAPH,
+    "AdaHessian": _GRAPH,
+    "SophiaH": _GRAPH,
+    "CPUOffloadOptimizer": "it keeps copies of the weights, which would be stepped instead of the masters",
 }
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[..., torch.optim.Optimizer]
@@ -65,9 +71,13 @@ def refuse_class(optimizer: Any) -> None:
     if reason is not None:
         raise ValueError(f"{optimizer.__name__} can't be wrapped: {reason}")
     if isinstance(optimizer, type):
-        first = next(iter(list(inspect.signature(optimizer).parameters)), "")
-        if first in ("optimizer", "base_optimizer"):
+        needed = [p.name for p in inspect.signature(optimizer).parameters.values() if p.default is p.empty]
+        if {"optimizer", "base_optimizer"} & set(needed):
             raise ValueError(_nested(optimizer.__name__))
+        if needed[:1] == ["model"]:
+            raise ValueError(
+                f"{optimizer.__name__} can't be wrapped: it takes a model, but is given masters, which are no module"
+            )
 
 
 def check_wrappable(made: Any) -> None:
@@ -75,17 +85,33 @@ def check_wrappable(made: Any) -> None:
 
     Raises:
         TypeError: It is no torch optimizer.
-        ValueError: It holds another optimizer, is already wrapped, or is differentiable.
+        ValueError: It holds another optimizer, is already wrapped, is differentiable, or keeps more than torch's state.
     """
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"the optimizer must be a torch.optim.Optimizer; got {type(made).__name__}")
     refuse_class(type(made))
     if any(isinstance(value, torch.optim.Optimizer) for value in vars(made).values()):
         raise ValueError(_nested(type(made).__name__))
+    beside = sorted(made.state_dict().keys() - {"state", "param_groups"})
+    if beside:
+        raise ValueError(
+            f"{type(made).__name__} can't be wrapped: it keeps {', '.join(map(str, beside))} beside its state, which "
+            "would be neither saved nor resumed"
+        )
+    hidden = [name for name, value in vars(made).items() if value is not made.state and _is_by_tensor(value)]
+    if hidden:
+        raise ValueError(
+            f"{type(made).__name__} can't be wrapped: it keeps {', '.join(hidden)} by parameter outside its state, "
+            "which would be neither saved nor resumed"
+        )
     if any(group.get("differentiable") for group in made.param_groups):
         raise ValueError(
             f"{type(made).__name__} was built with differentiable=True, but a rounding has no gradient; leave it off"
         )
+
+
+def _is_by_tensor(value: Any) -> bool:
+    return isinstance(value, dict) and any(isinstance(key, torch.Tensor) for key in value)
 
 
 def _nested(name: str) -> str:

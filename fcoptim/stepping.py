@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import gradients, lagging
+from .distributed.shards import mark_of
 from .link import Link
 from .masters import Changes, Member
 
@@ -54,11 +55,14 @@ class _Evaluation:
         self.trials = lagging.Trials()
         self.moving: dict[int, Member] = {}
         self.evaluated = False
+        self._before = [mark_of(member.master) for member in members] if closure is not None else []
 
     def __call__(self) -> Any:
         loss = None
         if self.closure is not None:
-            if self.evaluated:
+            if not self.evaluated:
+                self._note_early()
+            if self.moving:
                 self.trials.cast(self.moving.values())
             with torch.enable_grad():
                 loss = self.closure()
@@ -69,12 +73,21 @@ class _Evaluation:
         self.moving.update({id(member.param): member for member in moving})
         return loss
 
+    def _note_early(self) -> None:
+        """Find masters that moved before the first evaluation, as schedule-free optimizers move them."""
+        pairs = zip(self.members, self._before)
+        early = [member for member, mark in pairs if mark_of(member.master) != mark]
+        self.moving.update({id(member.param): member for member in early})
+
     def _admit(self, moving: Sequence[Member], loss: Any) -> None:
         """Stop before anything has changed if there is no gradient, or one that must not be used."""
-        if not moving:
-            raise _Abandoned(loss)
         names = gradients.nonfinite(moving) if self.check_finite else []
-        if names:
+        if self.moving and names:
+            raise RuntimeError(
+                f"gradients of {', '.join(names[:3])} are not finite, but the optimizer moved the masters before it "
+                'asked for them, so on_nonfinite can\'t leave the step out; load a checkpoint, or use "allow"'
+            )
+        if names or not (moving or self.moving):
             raise _Abandoned(loss, names)
         if not self.idle:
             lagging.check_pull(moving)

@@ -54,12 +54,12 @@ def pair(rounding: str = "stochastic", seed: int = 0, **options: Any) -> tuple[n
     return model, FairCastOptimizer(model, optimizer, rounding=rounding, **{**arguments, **options})
 
 
-def saved(state: Any) -> Any:
-    """What comes back from a file that is written by ``torch.save`` and read with ``weights_only=True``."""
+def saved(state: Any, weights_only: bool = True) -> Any:
+    """What comes back from a file that is written by ``torch.save`` and read with ``weights_only=True``, or without."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    return torch.load(file, weights_only=True)
+    return torch.load(file, weights_only=weights_only)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,13 @@
-"""Every optimizer that torch.optim and torch_optimizer offer, how each is driven, and the page that lists them.
+"""Every optimizer of torch.optim and of four other libraries, how each is driven, and the page that lists them.
 
 ``python -m tests.optimizer.zoo`` writes the table into docs/optimizers.md anew.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
+import random
 import re
 import warnings
 from collections.abc import Iterator
@@ -14,8 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytorch_optimizer
+import schedulefree
 import torch
 import torch_optimizer
+import torchao.optim
 from torch import nn
 
 from fcoptim import FairCastOptimizer
@@ -24,9 +30,45 @@ from .helpers import batch, equal_bits, loss_on, mlp
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
 MARKS = ("<!-- table: begin -->\n", "<!-- table: end -->\n")
-LIBRARIES = {"torch.optim": torch.optim, "torch_optimizer": torch_optimizer}
+LIBRARIES = {
+    "torch.optim": torch.optim,
+    "torch_optimizer": torch_optimizer,
+    "pytorch_optimizer": pytorch_optimizer,
+    "schedulefree": schedulefree,
+    "torchao.optim": torchao.optim,
+}
+PACKAGES = ("torch", "torch-optimizer", "pytorch-optimizer", "schedulefree", "torchao")
 FLAGS = ("foreach", "fused", "maximize", "amsgrad", "amsbound", "nesterov", "centered", "decoupled_weight_decay")
 CHECKED = {"foreach": (True, False), "fused": (True,)}
+
+# What some classes need beside a learning rate, or to move anything within a few steps.
+OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
+    ("torch.optim", "LBFGS"): {"lr": 0.1, "max_iter": 4},
+    ("pytorch_optimizer", "AdaShift"): {"keep_num": 2},
+    ("pytorch_optimizer", "DAdaptSGD"): {"lr": 1.0, "d0": 1e-3},
+    ("pytorch_optimizer", "RAdam"): {"degenerated_to_sgd": True},
+    ("pytorch_optimizer", "Ranger21"): {"num_iterations": 100},
+    ("pytorch_optimizer", "SaRA"): {"threshold": 10.0},
+}
+NEEDS = {
+    ("torch.optim", "LBFGS"): "closure",
+    ("torch.optim", "SparseAdam"): "sparse gradients",
+    ("torch.optim", "Muon"): "matrices only",
+    ("pytorch_optimizer", "AliG"): "closure",
+    ("pytorch_optimizer", "LBFGS"): "closure",
+    ("pytorch_optimizer", "SpectralSphere"): "matrices only",
+}
+# Their own state holds Python objects, which torch.load reads with weights_only=False alone.
+PICKLED = {"AdaShift", "Conda", "SCION", "SCIONLight", "ScalableShampoo"}
+# What does not run by itself either: in one process, or at all.
+BROKEN: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
+    ("pytorch_optimizer", "BSAM"): (
+        {"num_data": 100},
+        "its `step(closure)` fails without an earlier backward pass",
+    ),
+    ("pytorch_optimizer", "DistributedMuon"): ({}, "not tried: it runs under torch.distributed only"),
+    ("pytorch_optimizer", "DeMo"): ({}, "not tried: it runs under torch.distributed only"),
+}
 
 Optimizer = torch.optim.Optimizer
 
@@ -39,7 +81,7 @@ class Case:
         library: The module it is taken from.
         cls: The class.
         options: What it is constructed with.
-        needs: How it differs from "any loss, then step": "closure", "sparse gradients", "matrices only".
+        needs: How it differs from "any loss, then step": "closure", "sparse gradients", "matrices only", "groups".
     """
 
     library: str
@@ -60,7 +102,17 @@ class Case:
         if self.needs == "sparse gradients":
             torch.manual_seed(0)
             return nn.Embedding(10, 4, padding_idx=0, sparse=True)
-        return mlp(bias=self.needs != "matrices only")
+        return mlp(bias=self.needs not in ("matrices only", "groups"))
+
+    def params(self, model: nn.Module) -> Any:
+        """What the wrapper is given: the model, or param groups that say which parameters are matrices."""
+        return model if self.needs != "groups" else [{"params": list(model.parameters()), "use_muon": True}]
+
+    def wrap(self, model: nn.Module, **options: Any) -> FairCastOptimizer:
+        """The class wrapped around the model, ready to train."""
+        seed(0)
+        opt = FairCastOptimizer(self.params(model), self.cls, **options, **self.options)
+        return ready(opt)
 
     def loss(self, model: nn.Module, step: int) -> torch.Tensor:
         """The loss of one step; with sparse gradients rows repeat, and step 2 touches the padding row alone."""
@@ -70,8 +122,22 @@ class Case:
         return (model(rows).float() - batch(step, 4, 4)).square().mean()
 
 
+def seed(number: int) -> None:
+    """Seed everything that optimizers draw from."""
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
+
+
+def ready(optimizer: Any) -> Any:
+    """Switch an optimizer with two modes, as schedule-free ones are, to training."""
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    return optimizer
+
+
 def discover() -> list[tuple[str, type[Optimizer]]]:
-    """All optimizer classes of both libraries, with the library's name."""
+    """All optimizer classes of the libraries, with the library's name."""
     return [
         (library, cls)
         for library, module in LIBRARIES.items()
@@ -80,13 +146,13 @@ def discover() -> list[tuple[str, type[Optimizer]]]:
     ]
 
 
-def needs_of(cls: type[Optimizer]) -> str:
+def needs_of(library: str, cls: type[Optimizer]) -> str:
     """How a class wants to be driven."""
-    return {
-        torch.optim.LBFGS: "closure",
-        torch.optim.SparseAdam: "sparse gradients",
-        torch.optim.Muon: "matrices only",
-    }.get(cls, "")
+    if library == "schedulefree" and cls.__name__.endswith("Closure"):
+        return "closure"
+    if library == "pytorch_optimizer" and "use_muon" in (cls.__doc__ or ""):
+        return "groups"
+    return NEEDS.get((library, cls.__name__), "")
 
 
 def base_case(library: str, cls: type[Optimizer]) -> Case:
@@ -94,10 +160,8 @@ def base_case(library: str, cls: type[Optimizer]) -> Case:
     known = inspect.signature(cls).parameters
     wanted = {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9}
     options = {key: value for key, value in wanted.items() if key in known}
-    needs = needs_of(cls)
-    if needs == "closure":
-        options.update(lr=0.1, max_iter=4)
-    return Case(library, cls, options, needs)
+    options.update(OPTIONS.get((library, cls.__name__), {}))
+    return Case(library, cls, options, needs_of(library, cls))
 
 
 def variants(case: Case) -> Iterator[Case]:
@@ -120,6 +184,7 @@ def drive(case: Case, opt: FairCastOptimizer, model: nn.Module, steps: range) ->
         return loss
 
     for step in steps:
+        seed(step)
         if case.with_closure:
             opt.step(lambda step=step: evaluate(step))
         else:
@@ -134,7 +199,9 @@ class ByHand:
         self.case = case
         self.masters = [p.detach().clone() for p in model.parameters()]
         self.model = model.bfloat16()
-        self.optimizer = case.cls(self.masters, **case.options)
+        groups = [{"params": self.masters, "use_muon": True}] if case.needs == "groups" else self.masters
+        seed(0)
+        self.optimizer = ready(case.cls(groups, **case.options))
 
     def evaluate(self, step: int) -> torch.Tensor:
         self.copy_back()
@@ -152,6 +219,7 @@ class ByHand:
             param.copy_(master.bfloat16())
 
     def step(self, step: int) -> None:
+        seed(step)
         if self.case.with_closure:
             self.optimizer.step(lambda: self.evaluate(step))
         else:
@@ -168,7 +236,7 @@ def matches_by_hand(case: Case, steps: int = 5) -> None:
     """
     model = case.model()
     start = [p.detach().clone() for p in model.parameters()]
-    opt = FairCastOptimizer(model, case.cls, rounding="nearest", **case.options)
+    opt = case.wrap(model, rounding="nearest")
     by_hand = ByHand(case, case.model())
     for step in range(steps):
         drive(case, opt, model, range(step, step + 1))
@@ -184,15 +252,18 @@ def matches_by_hand(case: Case, steps: int = 5) -> None:
 @cache
 def verdict(library: str, cls: type[Optimizer]) -> str:
     """How a class fares: what it needs, or why it is refused at construction. Runs it."""
+    if (library, cls.__name__) in BROKEN:
+        return f"refused: {BROKEN[library, cls.__name__][1]}"
     case = base_case(library, cls)
     try:
-        FairCastOptimizer(case.model(), cls, **case.options)
-    except (TypeError, ValueError) as refusal:
+        case.wrap(case.model())
+    except ValueError as refusal:
         return f"refused: {refusal}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch_optimizer calls deprecated overloads
         matches_by_hand(case)
-    return case.needs or "any loss"
+    needs = {"groups": "groups with `use_muon`, as it asks for", "": "any loss"}.get(case.needs, case.needs)
+    return needs + ("; its state needs `weights_only=False`" if cls.__name__ in PICKLED else "")
 
 
 def table() -> str:
@@ -212,11 +283,17 @@ def table_on_page() -> str:
     return PAGE.read_text().split(MARKS[0])[1].split(MARKS[1])[0]
 
 
+def versions() -> str:
+    """What is installed, as the page says it."""
+    *most, last = (f"{name} {importlib.metadata.version(name).split('+')[0]}" for name in PACKAGES)
+    return f"{', '.join(most)} and {last}"
+
+
 def versions_on_page() -> str:
     """The versions the page says it was made with."""
-    found = re.search(r"torch [\d.]+ and torch-optimizer [\d.]+", PAGE.read_text())
+    found = re.search(r"torch [\d.]+, [^:]+? and torchao [\d.]*\d", PAGE.read_text())
     assert found, f"{PAGE} does not say which versions it was made with"
-    return found.group()
+    return found.group().replace("\n", " ")
 
 
 if __name__ == "__main__":
