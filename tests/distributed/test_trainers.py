@@ -27,7 +27,14 @@ def assert_equal(one, two):
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [("Trainer", "fsdp"), ("SFTTrainer", "fsdp"), ("Trainer", "ddp"), ("SFTTrainer", "ddp"), ("GRPOTrainer", "ddp")],
+    [
+        ("Trainer", "fsdp"),
+        ("SFTTrainer", "fsdp"),
+        ("GRPOTrainer", "fsdp"),
+        ("Trainer", "ddp"),
+        ("SFTTrainer", "ddp"),
+        ("GRPOTrainer", "ddp"),
+    ],
 )
 def test_trains_saves_and_resumes_on_two_ranks(kind, how, ranks, tmp_path):
     """All ranks hold the same weights; a run resumed from its checkpoint ends bit for bit as the straight one did.

@@ -40,9 +40,16 @@ def on_cpu(mixin: type) -> type:
 
     class OnCpu(mixin):
         def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.choose_fsdp()
+
+        def train(self, *args, **kwargs):
+            self.choose_fsdp()  # again: TRL's GRPOTrainer makes accelerate look anew
+            return super().train(*args, **kwargs)
+
+        def choose_fsdp(self):
             from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-            super().create_accelerator_and_postprocess()
             if self.args.fsdp_plugin_args is not None:
                 plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
                 plugin.set_mixed_precision("bf16")
