@@ -110,11 +110,11 @@ def _cpu() -> Iterator[Setting]:
 def _map() -> Iterator[Setting]:
     """Where on bf16 the gap might be large: longer lags and runs, wider models, stale and reused rollouts."""
     addition, zebra = _TASKS["addition"], _TASKS["zebra"]
-    common: dict[str, Any] = {"arms": _BEST_TWO, "seeds": 3}
-    yield Setting("map-long-lag", {**addition, "steps": 900}, (5e-7,), bases=_bases("addition"), **common)
+    common: dict[str, Any] = {"arms": _BEST_TWO, "seeds": 2}
+    yield Setting("map-long-lag", {**addition, "steps": 600}, (5e-7,), bases=_bases("addition"), **common)
     yield Setting("map-stale", {**addition, "stale": 16, "steps": 240}, (2e-6,), bases=_bases("addition"), **common)
     yield Setting("map-reuse", {**addition, "epochs": 4, "steps": 240}, (2e-6,), bases=_bases("addition"), **common)
-    yield Setting("map-zebra-long", {**zebra, "steps": 600}, (4e-6,), bases=_bases("zebra"), **common)
+    yield Setting("map-zebra-long", {**zebra, "steps": 400}, (4e-6,), bases=_bases("zebra"), **common)
     yield Setting("map-wide", addition, (1e-6,), bases=_bases("addition", 1, width=240), **common)
 
 
