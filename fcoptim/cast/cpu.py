@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from . import cpu_kernel as kernel
+from . import reference
 from .bits import TILE
 from .rules import ACCUMULATED, HASHED, Job, Runs
 from .threads import run_shares
@@ -63,6 +65,32 @@ def cast_jobs(jobs: Sequence[Job], code: int, changed: torch.Tensor | None = Non
         of_jobs = np.zeros(len(jobs), dtype=np.int64)
         np.add.at(of_jobs, owners, counts.sum(axis=0))
         changed.copy_(torch.from_numpy(of_jobs))
+
+
+def fill_dither_(accumulator: torch.Tensor, keys: tuple[int, int], start: int) -> None:
+    """Overwrite int16 accumulators with the dither bits of their elements; those of whole tiles by the kernel.
+
+    Args:
+        accumulator: int16, contiguous, on the CPU.
+        keys: From ``bits.stream_keys``.
+        start: Index, in the unsharded parameter, of the first element.
+    """
+    flat = accumulator.view(-1)
+    head = min(-start % TILE, len(flat))
+    tiles = (len(flat) - head) // TILE
+    body = head + tiles * TILE
+    reference.fill_dither_(flat[:head], keys, start)
+    reference.fill_dither_(flat[body:], keys, start + body)
+    first = (start + head) // TILE
+
+    def work(share: tuple[int, int]) -> None:
+        begin, end = share
+        space = np.empty(kernel.BUFFER, dtype=np.uint8)
+        kernel.fill_tiles(flat[head + begin * TILE :].data_ptr(), first + begin, end - begin, *keys, space)
+
+    threads = max(1, min(torch.get_num_threads(), tiles * TILE // _GRAIN))
+    cuts = [tiles * part // threads for part in range(threads + 1)]
+    run_shares(work, list(itertools.pairwise(cuts)))
 
 
 def _cut(table: kernel.Table, ends: kernel.Table, part: int, parts: int) -> tuple[int, int]:

@@ -155,6 +155,38 @@ def _fill_hashes(hashes: int, word: int, key0: int, key1: int, n: int) -> None:
 
 
 @_compiled
+def _tile_keys(key0: int, key1: int, tile: int) -> tuple[int, int]:
+    """Rule 4 of bits.py: a word number's high half goes into both keys; it is the same all over a tile."""
+    high = uint32((tile * HALF) >> 32)
+    return uint32(uint32(key0) ^ _mix32(high)), uint32(uint32(key1) + uint32(high * _GOLDEN))
+
+
+@_compiled_once
+def fill_tiles(
+    out: int, tile: int, tiles: int, key0: int, key1: int, space: np.ndarray[Any, np.dtype[np.uint8]]
+) -> None:
+    """Write the 16 dither bits of whole tiles.
+
+    Args:
+        out: Address of the int16 of the first element.
+        tile: Number of the first tile in the unsharded parameter.
+        tiles: How many.
+        key0: The first of the two keys.
+        key1: The other.
+        space: uint8 of ``BUFFER`` bytes.
+    """
+    hashes = (space.ctypes.data + _ALIGN - 1) // _ALIGN * _ALIGN
+    for number in range(tile, tile + tiles):
+        keys = _tile_keys(key0, key1, number)
+        _fill_hashes(hashes, uint32(number * HALF), keys[0], keys[1], HALF)
+        for i in range(HALF):
+            _store16(out, i, uint16(_load32(hashes, i)))
+        for i in range(HALF):
+            _store16(out + 2 * HALF, i, uint16(_load32(hashes, i) >> _SIXTEEN))
+        out += 2 * TILE
+
+
+@_compiled
 def _prefetch_part(address: int, width: int, part: int, write: bool) -> None:
     """Ask for one of the ``_PARTS`` of a tile whose elements have ``width`` bytes."""
     size = width * TILE // _PARTS
@@ -408,11 +440,8 @@ def _cast_part(
         _walk(_GATHER16, accumulator, row[ACCUMULATOR], dims, ACCUMULATOR_STRIDE, index, begin, n)
 
     if code == HASHED:
-        # Rule 4 of bits.py: a word number's high half goes into both keys; it is the same all over a tile.
-        word = tile * HALF
-        high = uint32(word >> 32)
-        keys = (uint32(uint32(row[KEY0]) ^ _mix32(high)), uint32(uint32(row[KEY1]) + uint32(high * _GOLDEN)))
-        _hash_tile(hashes, uint32(word), keys, lane, n, master + 4 * n, served + width * n, width)
+        keys = _tile_keys(row[KEY0], row[KEY1], tile)
+        _hash_tile(hashes, uint32(tile * HALF), keys, lane, n, master + 4 * n, served + width * n, width)
     if code != HASHED and n == TILE:
         size = TILE // _PARTS
         for part in range(_PARTS):

@@ -80,7 +80,14 @@ def start_accumulator_(error_feedback: torch.Tensor, *, key: int, start: int | R
         raise TypeError(f"error_feedback must be int16, got {error_feedback.dtype}")
     if isinstance(start, Runs) and start.numel != error_feedback.numel():
         raise ValueError(f"start has runs of {start.numel} elements, error_feedback {error_feedback.numel()} elements")
-    reference.fill_dither_(error_feedback, stream_keys(key, 0), start)
+    keys = stream_keys(key, 0)
+    plain = type(error_feedback) is torch.Tensor and error_feedback.is_cpu and error_feedback.is_contiguous()
+    if plain and isinstance(start, int):
+        from . import cpu
+
+        cpu.fill_dither_(error_feedback, keys, start)
+    else:
+        reference.fill_dither_(error_feedback, keys, start)
     return error_feedback
 
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcoptim.cast import cast_, cpu, parameter_key
+from fcoptim.cast import cast_, cpu, parameter_key, reference, start_accumulator_
+from fcoptim.cast.bits import stream_keys
 
 from .cases import CODES, CONTIGUOUS, STRIDED, Case, any_case, check
 
@@ -93,3 +94,19 @@ def test_a_forked_child_can_cast():
         same = again.view(torch.int16).numpy().tobytes() == served.view(torch.int16).numpy().tobytes()
         os._exit(0 if same else 3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("start", [0, 1, 2047, 2048, 5000, (1 << 33) - 3000, (1 << 40) + 7])
+@pytest.mark.parametrize("numel", [0, 1, 1023, 2047, 2048, 2049, 300_001])
+def test_accumulators_start_as_the_reference_says(numel, start, threads):
+    """Whole tiles by the kernel, the rest by the reference, also where a word's number leaves 32 bits."""
+    before, key = torch.get_num_threads(), parameter_key(3, "w")
+    torch.set_num_threads(threads)
+    try:
+        found = start_accumulator_(torch.empty(numel, dtype=torch.int16), key=key, start=start)
+    finally:
+        torch.set_num_threads(before)
+    expected = torch.empty(numel, dtype=torch.int16)
+    reference.fill_dither_(expected, stream_keys(key, 0), start)
+    assert torch.equal(found, expected)
