@@ -91,7 +91,7 @@ _SMALL: dict[str, Any] = {"prompts": 16, "group": 8, "max_new_tokens": 5, "eval_
 _TASKS: dict[str, dict[str, Any]] = {name: {**_SMALL, "task": name} for name in small.TASKS}
 _LRS = (1e-6, 4e-6, 1.6e-5)
 _BEST_TWO = ("nearest", "stochastic", "dither")
-_LM: dict[str, Any] = {"prompts": 4, "group": 8, "max_new_tokens": 8, "eval_prompts": 4, "steps": 16}
+_LM: dict[str, Any] = {"prompts": 4, "group": 8, "max_new_tokens": 8, "eval_prompts": 16, "steps": 12}
 _LM_TASKS: dict[str, dict[str, Any]] = {
     "spell_backward": {"shots": 1, "task_options": '{"max_word_len": 4}'},
     "coin_flip": {"shots": 2},

@@ -85,28 +85,55 @@ def test_paper_has_the_published_number_of_pairs():
 
 
 def test_pairs_are_compared_by_the_tie_rule():
-    import pairs_report
+    import pairs_tables
 
     arm, other = {0: 0.50, 1: 0.505, 2: 0.60, 3: 0.9}, {0: 0.52, 1: 0.50, 2: 0.50}
-    found = pairs_report.against(arm, other, 0.01)
+    found = pairs_tables.against(arm, other, 0.01)
     assert (found["pairs"], found["ahead"], found["tied"], found["behind"]) == (3, 1, 1, 1)
     assert found["mean"] == pytest.approx((-0.02 + 0.005 + 0.1) / 3)
     assert found["low"] == pytest.approx(-0.02) and found["high"] == pytest.approx(0.1)
-    assert pairs_report.against({5: 1.0}, other, 0.01) is None
+    assert pairs_tables.against({5: 1.0}, other, 0.01) is None
 
 
 def test_best_table_compares_each_arm_at_its_own_rate():
-    import pairs_report
+    import pairs_tables
 
     runs = [summary("nearest", 0, 0.3, 1e-3), summary("nearest", 0, 0.5, 1e-2)]
     runs += [summary("dither", 0, 0.6, 1e-3), summary("dither", 0, 0.4, 1e-2)]
-    assert pairs_report.best_rates(runs) == {"nearest": 1e-2, "dither": 1e-3}
-    line = next(line for line in pairs_report.best_table(runs).splitlines() if "dither" in line)
+    assert pairs_tables.best_rates(runs) == {"nearest": 1e-2, "dither": 1e-3}
+    line = next(line for line in pairs_tables.best_table(runs).splitlines() if "dither" in line)
     assert line.startswith("| dither | 0.001 | 1 | 60.0 | +10.00 [+10.00, +10.00] | 1 / 0 / 0 |")
 
 
 def test_unknown_table_is_refused():
-    import pairs_report
+    import pairs_tables
 
     with pytest.raises(ValueError, match="overview"):
-        pairs_report.fill("<!-- begin: other/reward -->\n\n<!-- end -->", [summary("nearest", 0, 0.3)])
+        pairs_tables.fill("<!-- begin: other/reward -->\n\n<!-- end -->", [summary("nearest", 0, 0.3)])
+
+
+def test_headline_sets_dither_beside_nearest():
+    import pairs_tables
+
+    runs = []
+    for task, best in (("zebra", 0.5), ("addition", 0.7)):
+        for arm in pairs_tables.ARMS:
+            gain = 0.0 if arm == "nearest" else 0.02
+            for lr, score in ((1e-6, 0.4 + gain), (4e-6, best)):
+                figures = {"changed": 0.004, "lag_peak": 60.0, "tracked": {"end": 0.5}, "setting": f"{task}-adamw"}
+                runs.append(summary(arm, 0, score, lr) | figures)
+    runs.append(summary("nearest", 0, 0.9) | {"setting": "probe"})  # lacks rules, so it does not count
+    lines = pairs_tables.headline_table(runs).splitlines()
+    assert lines[2] == "| served weights that change in a step, lr 1e-06 | 0.4 to 0.5% |  | 0.40% | 0.40% |"
+    assert lines[-3].endswith("| 2 / 0 / 0, +2.00 |")
+    assert lines[-2].endswith("| 0 / 2 / 0, +0.00 |")
+    assert lines[-1].endswith("| 50.0 | 50.0 |")
+
+
+def test_filling_is_idempotent_and_starts_from_nothing():
+    import pairs_tables
+
+    mark = "<!-- begin: s/reward -->\n<!-- end -->\n"
+    page = pairs_tables.fill(f"{mark}between\n{mark}", [summary("nearest", 0, 0.3)])
+    assert page.count("| nearest | 0.001 | 1 | 30.0 |") == 2 and "\nbetween\n" in page
+    assert pairs_tables.fill(page, [summary("nearest", 0, 0.3)]) == page
