@@ -150,15 +150,26 @@ def overview_table(summaries: Sequence[Summary]) -> str:
 
 def pooled_table(summaries: Sequence[Summary]) -> str:
     """Each rule beside nearest at the same learning rate, over all settings that have every rule."""
+    return _pooled(summaries, "minus nearest", [(arm, "nearest", arm) for arm in ARMS[1:]])
+
+
+def dither_table(summaries: Sequence[Summary]) -> str:
+    """Dither beside the other unbiased rules, and fp32, at the same learning rate, over the same settings."""
+    others = ("stochastic", "error_feedback", "fp32")
+    return _pooled(summaries, "dither minus arm", [("dither", arm, arm) for arm in others])
+
+
+def _pooled(summaries: Sequence[Summary], difference: str, comparisons: Sequence[tuple[str, str, str]]) -> str:
+    """Lines of one arm less another, each under a name."""
     settings = _whole(summaries)
-    lines = _header("arm | lr | settings | pairs | minus nearest [95%] | ahead / tied / behind")
-    keys = {(summary["arm"], summary["lr"]) for some in settings.values() for summary in some}
-    for arm, lr in ordered(key for key in keys if key[0] != "nearest"):
-        ours, theirs = (_scores(settings, name, {}, lr) for name in (arm, "nearest"))
-        found = against(ours, theirs, summaries[0]["tie"])
-        if found:
-            count = len({name for name, _ in ours.keys() & theirs.keys()})
-            lines.append(f"| {arm} | {lr:g} | {count} | {found['pairs']} | {_versus(found)} |")
+    lines = _header(f"arm | lr | settings | pairs | {difference} [95%] | ahead / tied / behind")
+    for lr in sorted({summary["lr"] for some in settings.values() for summary in some}):
+        for one, other, name in comparisons:
+            ours, theirs = (_scores(settings, arm, {}, lr) for arm in (one, other))
+            found = against(ours, theirs, summaries[0]["tie"])
+            if found:
+                count = len({setting for setting, _ in ours.keys() & theirs.keys()})
+                lines.append(f"| {name} | {lr:g} | {count} | {found['pairs']} | {_versus(found)} |")
     return "\n".join(lines)
 
 
@@ -228,11 +239,11 @@ def _scores(
 
 
 TABLES = {"reward": reward_table, "best": best_table, "mechanism": mechanism_table}
-_OVER_ALL = {"headline": headline_table, "overview": overview_table, "pooled": pooled_table}
+_OVER_ALL = {"headline": headline_table, "overview": overview_table, "pooled": pooled_table, "dither": dither_table}
 
 
 def table(name: str, summaries: Sequence[Summary]) -> str:
-    """Make a table by its name: ``headline``, ``overview``, ``pooled``, or ``SETTING/KIND`` with a kind of ``TABLES``.
+    """Make a table by its name: one over all settings, or ``SETTING/KIND`` with a kind of ``TABLES``.
 
     Raises:
         ValueError: There is no such table, or no summary of that setting.
