@@ -164,6 +164,13 @@ class TestSignal:
 
 
 class TestInterrupted:
+    @pytest.fixture(autouse=True)
+    def ctrl_c_heard(self):
+        """A test run that was started in the background ignores it."""
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+        signal.signal(signal.SIGINT, before)
+
     def test_ctrl_c_keeps_lines_table_and_figure(self, make, tmp_path):
         code, text = report(make(Stopped))
         assert code == 130

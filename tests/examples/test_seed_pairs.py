@@ -1,4 +1,7 @@
-"""examples/seed_pairs.py and examples/pairs_report.py: a small grid from start to tables, and what the tables say."""
+"""A small grid from start to report, and what the tables say.
+
+Of examples/seed_pairs.py and its pairs_report.py, pairs_tables.py and pairs_plot.py.
+"""
 
 import json
 import multiprocessing
