@@ -18,7 +18,7 @@ def test_tables_are_those_of_the_summaries(summaries):
     import pairs_tables
 
     page = (DOCS / "evidence.md").read_text()
-    assert page.count("<!-- begin: ") >= 9
+    assert page.count("<!-- begin: ") >= 10
     assert pairs_tables.fill(page, summaries) == page, "run `python examples/pairs_report.py docs/evidence.md`"
 
 
