@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pairs_tables import ARMS, Summary, ordered
+from pairs_tables import ARMS, Summary, halves_apart, ordered
 
 from fcoptim.plots import new_figure
 
@@ -33,17 +33,11 @@ def plot(summaries: Sequence[Summary], file: Path) -> None:
     for arm in arms:
         some = {lr: [s for s in summaries if (s["arm"], s["lr"]) == (arm, lr)] for lr in rates}
         some = {lr: found for lr, found in some.items() if found}
-        kl = [np.mean([s["kl"] for s in found]) for found in some.values()]
-        gap = [
-            100 * np.mean([s["master"]["sampled"] - s["served"]["sampled"] for s in found]) for found in some.values()
-        ]
         if arm != "fp32":  # whose halves are one
-            axes[2].plot(
-                [lr for lr, value in zip(some, kl) if value > 0], [v for v in kl if v > 0], "o-", color=colours[arm]
-            )
-            axes[3].plot(list(some), gap, "o-", color=colours[arm])
-    axes[2].set(title="KL(served, master) at the end", xlabel="learning rate", xscale="log")
-    axes[2].set_yscale("symlog", linthresh=1e-7)
+            kl = [np.mean([s["kl"] for s in found]) for found in some.values()]
+            axes[2].plot(list(some), kl, "o-", color=colours[arm])
+            axes[3].plot(list(some), [halves_apart(found) for found in some.values()], "o-", color=colours[arm])
+    axes[2].set(title="KL(served, master) at the end", xlabel="learning rate", xscale="log", ylim=(0, None))
     axes[3].set(title="reward of the masters minus the served, points", xlabel="learning rate", xscale="log")
     for place in axes:
         place.grid(True, color="0.9", linewidth=0.6)

@@ -102,7 +102,7 @@ def mechanism_table(summaries: Sequence[Summary]) -> str:
     lines = _header(_MECHANISM)
     for arm, lr in ordered(pairs(summaries)):
         some = [summary for summary in summaries if (summary["arm"], summary["lr"]) == (arm, lr)]
-        gap = _halves_apart(some)
+        gap = halves_apart(some)
         if "tracked" in some[0]:
             ends = [at for at in ("20", "middle", "end") if at in some[0]["tracked"]]
             shown = [f"{np.mean([s['tracked'][at] for s in some]):.2f}" for at in ends]
@@ -115,7 +115,7 @@ def mechanism_table(summaries: Sequence[Summary]) -> str:
     return "\n".join(lines)
 
 
-def _halves_apart(summaries: Sequence[Summary]) -> float:
+def halves_apart(summaries: Sequence[Summary]) -> float:
     """Mean held-out reward of the masters less that of the served weights, in points."""
     return float(np.mean([_apart(summary) for summary in summaries]))
 
