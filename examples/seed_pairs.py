@@ -116,6 +116,10 @@ def _map() -> Iterator[Setting]:
     yield Setting("map-reuse", {**addition, "epochs": 4, "steps": 240}, (2e-6,), bases=_bases("addition"), **common)
     yield Setting("map-zebra-long", {**zebra, "steps": 400}, (4e-6,), bases=_bases("zebra"), **common)
     yield Setting("map-wide", addition, (1e-6,), bases=_bases("addition", 1, width=240), **common)
+    coins: dict[str, Any] = {**_LM, **_LM_TASKS["coin_flip"], "task": "coin_flip"}
+    two = ("nearest", "dither")
+    yield Setting("map-coin-rates", coins, (8e-6, 3.2e-5), two, seeds=2)
+    yield Setting("map-coin-long", {**coins, "steps": 36}, (2e-6,), two, seeds=1)
 
 
 def _smollm2() -> Iterator[Setting]:
