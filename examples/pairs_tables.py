@@ -104,8 +104,7 @@ def mechanism_table(summaries: Sequence[Summary]) -> str:
         some = [summary for summary in summaries if (summary["arm"], summary["lr"]) == (arm, lr)]
         gap = halves_apart(some)
         if "tracked" in some[0]:
-            ends = [at for at in ("20", "middle", "end") if at in some[0]["tracked"]]
-            shown = [f"{np.mean([s['tracked'][at] for s in some]):.2f}" for at in ends]
+            shown = [_tracked(some, at) for at in ("20", "middle", "end")]
             changed = f"{100 * np.mean([s['changed'] for s in some]):.2f}%"
             lag = f"{np.mean([s['lag_peak'] for s in some]):.0f}"
         else:
@@ -113,6 +112,12 @@ def mechanism_table(summaries: Sequence[Summary]) -> str:
         kl = f"{1e5 * np.mean([s['kl'] for s in some]):.2f}e-5"
         lines.append(f"| {arm} | {lr:g} | {changed} | {' / '.join(shown)} | {lag} | {kl} | {gap:+.2f} |")
     return "\n".join(lines)
+
+
+def _tracked(summaries: Sequence[Summary], at: str) -> str:
+    """Mean share that was served at a step; a dash if the runs are shorter."""
+    values = [summary["tracked"][at] for summary in summaries if at in summary["tracked"]]
+    return f"{np.mean(values):.2f}" if values else "-"
 
 
 def halves_apart(summaries: Sequence[Summary]) -> float:
