@@ -182,8 +182,13 @@ def headline_table(summaries: Sequence[Summary]) -> str:
     """What the published result reports, beside the settings that have every rule: round-to-nearest and dither.
 
     Ranges are over the means of the settings, at the lowest learning rate of all.
+
+    Raises:
+        ValueError: No setting has every rule.
     """
     by_setting = _whole(summaries)
+    if not by_setting:
+        raise ValueError(f"no setting has finished runs of all of {', '.join(ARMS)}")
     some = [summary for name in by_setting for summary in by_setting[name]]
     slow = min(summary["lr"] for summary in some)
     lines = _header("figure | published: nearest | published: unbiased | here: nearest | here: dither")

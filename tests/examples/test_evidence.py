@@ -1,4 +1,4 @@
-"""docs/evidence.md: its tables are those of the summaries, and every claim made of them in numbers is there."""
+"""docs/evidence.md: its tables are those of the summaries, and the summaries are of runs that the presets make."""
 
 from pathlib import Path
 

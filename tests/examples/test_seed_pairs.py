@@ -131,6 +131,8 @@ def test_headline_sets_dither_beside_nearest():
     assert lines[-3].endswith("| 2 / 0 / 0, +2.00 |")
     assert lines[-2].endswith("| 0 / 2 / 0, +0.00 |")
     assert lines[-1].endswith("| 50.0 | 50.0 |")
+    with pytest.raises(ValueError, match="no setting has finished runs"):
+        pairs_tables.headline_table(runs[-1:])
 
 
 def test_filling_is_idempotent_and_starts_from_nothing():
